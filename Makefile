@@ -1,0 +1,32 @@
+# Two commands set up everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Big activations otherwise page-fault on every allocation on glibc.
+export MALLOC_MMAP_MAX_ := 0
+export MALLOC_TRIM_THRESHOLD_ := 100000000000
+
+.PHONY: demo test check install clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: install  ## profile the bundled model
+	$(BIN)/moeless profile checkpoints/demo-moe --max-tokens 8192 --decode-tokens 1024 --out demo-results/profile
+
+check: install  ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check  ## everything CI runs
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) demo-results

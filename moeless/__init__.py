@@ -1,0 +1,3 @@
+"""moeless: predict expert loads of Mixture-of-Experts models, and serve them with experts that scale on demand."""
+
+__version__ = "0.1.0"

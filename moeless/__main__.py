@@ -1,0 +1,5 @@
+"""`python -m moeless`."""
+
+from moeless.cli import main
+
+main()

@@ -1,0 +1,100 @@
+"""The command line: flags -> configuration -> one call -> print.
+
+Every command is a plain function of its configuration dataclass; `_add_command` makes its flags from the dataclass's
+fields. Heavy imports live inside the command bodies so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from moeless import __version__
+from moeless.config.options import Config, flag_name
+from moeless.config.profile import ProfileConfig
+from moeless.errors import MoelessError, UsageError
+
+app = typer.Typer(
+    name="moeless",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Predict the expert loads of Mixture-of-Experts models, and serve them with experts that scale on demand.",
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure, simulate and compare.")
+app.add_typer(bench, name="bench")
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Entry of the program: options that go before the command."""
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def profile(config: ProfileConfig) -> None:
+    """Measure how predictable the expert loads of a model are, and how skewed, on real input."""
+    from moeless.train.profile_report import print_profile
+    from moeless.train.profiling import run_profile
+
+    result = run_profile(config)
+    _emit(config, result, print_profile)
+
+
+def _emit(config: Config, result: dict[str, Any], print_tables: Callable[[dict[str, Any]], None]) -> None:
+    if config.json_output:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        print_tables(result)
+
+
+def _add_command(group: typer.Typer, config_class: type[Config], run: Callable[[Any], None]) -> None:
+    """Register `run` as a command whose flags are the fields of `config_class`."""
+
+    def command(**values: Any) -> None:
+        run(config_class(**values))
+
+    hints = get_type_hints(config_class)
+    fields = [f for f in dataclasses.fields(config_class) if f.init]
+    parameters = [_parameter(f, hints[f.name]) for f in sorted(fields, key=lambda f: not f.metadata["positional"])]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    group.command(run.__name__.replace("_", "-"), help=run.__doc__)(command)
+
+
+def _parameter(config_field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    metadata = config_field.metadata
+    info: Any
+    if metadata["positional"]:
+        info = typer.Argument(help=metadata["help"], metavar=metadata.get("metavar"))
+    else:
+        name = flag_name(config_field)
+        names = [f"{name}/--no-{name[2:]}"] if hint is bool and config_field.default is True else [name]
+        info = typer.Option(
+            *names, help=metadata["help"], rich_help_panel=metadata["group"], metavar=metadata["metavar"]
+        )
+    default = inspect.Parameter.empty if config_field.default is dataclasses.MISSING else config_field.default
+    return inspect.Parameter(
+        config_field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info]
+    )
+
+
+_add_command(app, ProfileConfig, profile)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line on stderr (exit code 1, or 2 for a wrong flag)."""
+    try:
+        app()
+    except MoelessError as error:
+        print(f"moeless: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, UsageError) else 1) from None
+    except KeyboardInterrupt:
+        print("moeless: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
