@@ -28,6 +28,9 @@ class ModelConfig(Config):
     offload_dir: str | None = option(
         "Folder for weights that --device-map auto puts on disk.", default=None, group=_GROUP
     )
+    tokenizer: str | None = option(
+        "Folder or hub id of the tokenizer, when the checkpoint has none.", default=None, group=_GROUP
+    )
     trust_remote_code: bool = option("Run model code that comes with the checkpoint.", default=False, group=_GROUP)
     revision: str | None = option("Hub revision (branch, tag or commit).", default=None, group=_GROUP)
 

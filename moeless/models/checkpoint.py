@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from moeless.config.model import ModelConfig
 from moeless.errors import CheckpointError, UnsupportedModelError, UsageError
 from moeless.models.family import MoeLayer, find_moe_layers
-from moeless.models.shards import read_json_object, tensor_files
+from moeless.models.shards import read_json_file, tensor_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
             raise UsageError(f"--revision {config.revision} has no effect on the local folder {config.model!r}")
         if not (source / "config.json").exists():
             raise CheckpointError(f"{config.model!r} has no config.json; it is not a Hugging Face checkpoint")
-        raw = read_json_object(source / "config.json")
+        raw = read_json_file(source / "config.json")
         if raw.get("auto_map") and not config.trust_remote_code:
             raise UnsupportedModelError(
                 f"{config.model!r} brings its own code (auto_map in config.json); give --trust-remote-code to run it"
@@ -131,15 +131,19 @@ def check_family(hf_config: PreTrainedConfig, trust_remote_code: bool = False) -
 
 
 def load_tokenizer(config: ModelConfig) -> Any | None:
-    """The checkpoint's tokenizer, or None when it has none. Raises `CheckpointError` when it is damaged."""
-    source = resolve_source(config.model)
+    """The tokenizer given or the checkpoint's, None when there is none. Raises `CheckpointError` when it is damaged."""
+    source = resolve_source(config.tokenizer or config.model)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if isinstance(source, Path) and not any((source / name).exists() for name in names):
+        if config.tokenizer is not None:
+            raise CheckpointError(f"--tokenizer {config.tokenizer!r} has no tokenizer files")
         return None
     try:
-        return AutoTokenizer.from_pretrained(source, **_hub_options(config))
+        return AutoTokenizer.from_pretrained(
+            source, local_files_only=isinstance(source, Path), trust_remote_code=config.trust_remote_code
+        )
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
-        raise CheckpointError(f"cannot read the tokenizer of {config.model!r}: {_first_line(error)}") from error
+        raise CheckpointError(f"cannot read the tokenizer of {str(source)!r}: {_first_line(error)}") from error
 
 
 def config_hash(hf_config: PreTrainedConfig) -> str:

@@ -17,7 +17,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_file(path: Path) -> dict[str, Any]:
     """A JSON object from a checkpoint file.
 
     Raises:
@@ -42,7 +42,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """
     index = folder / INDEX_FILE
     if index.exists():
-        weight_map = read_json_object(index).get("weight_map")
+        weight_map = read_json_file(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{str(index)!r} is damaged: it has no weight_map")
         if any(not isinstance(f, str) or Path(f).name != f for f in weight_map.values()):

@@ -26,10 +26,11 @@ _PLAIN_TEXT_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One conversation (`messages`) or one plain `text`; exactly one of the two is set."""
+    """One conversation (`messages`), one plain `text`, or `token_ids` given as they are; exactly one is set."""
 
     messages: list[Message] | None = None
     text: str | None = None
+    token_ids: list[int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -217,6 +218,12 @@ def _read_prompt(value: Any) -> Document:
     return Document(messages=[{"role": "user", "content": _read_plain(value).text or ""}])
 
 
+def _read_token_ids(value: Any) -> Document:
+    if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
+        raise ValueError("token_ids must be a list of whole numbers from 0, with at least one")
+    return Document(token_ids=value)
+
+
 def _read_turns(value: Any) -> Document:
     """MT-bench style: a list of user turns; the first alone is a whole prompt."""
     if not isinstance(value, list) or not value:
@@ -253,6 +260,8 @@ _ROW_READERS: dict[str, Callable[[Any], Document]] = {
     "turns": _read_turns,
     "text": _read_plain,
     "content": _read_plain,
+    "token_ids": _read_token_ids,
+    "prompt_token_ids": _read_token_ids,
 }
 
 
