@@ -35,11 +35,16 @@ def metro(counts_E: Ints, layout: Layout) -> Ints:
     (arXiv 2512.09277 solves it greedily.) It is `balanced` where an active expert counts as one token.
     """
     layout.check(counts_E)
+    tokens = counts_E[layout.movable_E].tolist()
+    units = metro_units(counts_E, layout)
+    return layout.shares(counts_E, [[n * unit for unit in row] for n, row in zip(tokens, units, strict=True)])
+
+
+def metro_units(counts_E: Ints, layout: Layout) -> Rows:
+    """METRO's choice for the movable experts: 1 at the host that gets the expert, 0 elsewhere."""
     active = counts_E > 0
     base = np.bincount(layout.fixed_rank, weights=active[layout.fixed_E], minlength=layout.num_ranks)
-    _, rows, _ = level(base.astype(np.int64).tolist(), active[layout.movable_E].astype(np.int64).tolist(), layout)
-    tokens = counts_E[layout.movable_E].tolist()
-    return layout.shares(counts_E, [[n * part for part in row] for n, row in zip(tokens, rows, strict=True)])
+    return level(base.astype(np.int64).tolist(), active[layout.movable_E].astype(np.int64).tolist(), layout)[1]
 
 
 def level(base: list[int], tokens: list[int], layout: Layout) -> tuple[list[int], Rows, int]:

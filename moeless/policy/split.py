@@ -50,3 +50,9 @@ def oracle(counts_E: Ints, layout: Layout) -> Ints:
         for i, expert in enumerate(experts):
             shares_EG[expert, rank] = tokens * (i + 1) // len(experts) - tokens * i // len(experts)
     return shares_EG
+
+
+def even_part(tokens: int, position: int, num_hosts: int, expert: int) -> int:
+    """What `even` gives the host at `position` of an expert's `num_hosts`, one copy on each."""
+    turn = expert % num_hosts
+    return (tokens * (position + 1) + turn) // num_hosts - (tokens * position + turn) // num_hosts
