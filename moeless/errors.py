@@ -29,3 +29,7 @@ class UnsupportedModelError(CheckpointError):
 
 class CapacityError(MoelessError):
     """Not enough disk, memory or slots for what was asked."""
+
+
+class RankError(MoelessError):
+    """A rank, or the way to it, failed while the group was working."""
