@@ -1,0 +1,166 @@
+"""Small steps from a placement to a better one: swaps, moves, added and replaced replicas.
+
+Legend: K samples, E experts, G ranks, R slots in use (replicas), and one empty slot for every rank that has room.
+
+All steps are screened by their first-order gain, which two matrix products give: how much load would leave the ranks
+that are slow in a sample, times how slow they are. The few best are priced by the real split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeless.policy.cost import CostModel
+from moeless.policy.portfolio import price, rank_times
+from moeless.policy.types import EpShape, Floats, Ints, Placement, as_mask, moves, num_replicas
+
+# Width of the soft maximum that says which ranks are slow, relative to the slowest.
+_SOFTNESS = 0.01
+
+# Samples that all screened steps are priced on before the best of them are priced on all samples.
+_NUM_PROBES = 4
+
+
+@dataclass(frozen=True)
+class StepPrice:
+    """When a step is worth it: it must gain `min_gain` of the time, and `us_per_copy` for every replica to load."""
+
+    min_gain: float = 0.0
+    us_per_copy: float = 0.0
+
+
+def improve(
+    placement: Placement,
+    samples_KE: Ints,
+    shape: EpShape,
+    cost: CostModel,
+    steps: int,
+    step_price: StepPrice = StepPrice(),
+    resident: Placement | None = None,
+    num_tries: int = 8,
+) -> tuple[Placement, float]:
+    """At most `steps` best steps from `placement`. Returns the placement and its mean time on the samples in us.
+
+    Args:
+        resident: replicas that need no copy; `placement` by default.
+        num_tries: screened steps that are priced for each step made.
+    """
+    resident = placement if resident is None else resident
+    bound = float(cost.expert_us(samples_KE).sum(1).mean()) / shape.num_ranks
+    probes_KE = samples_KE[:: max(1, len(samples_KE) // _NUM_PROBES)]
+
+    def value(option: Placement, priced_on: Ints) -> float:
+        copies, _ = moves(resident, option)
+        return price(option, priced_on, shape.num_ranks, cost) + step_price.us_per_copy * len(copies)
+
+    times_KG = rank_times(placement, samples_KE, shape.num_ranks, cost)
+    for _ in range(steps):
+        now = float(times_KG.max(1).mean())
+        if now <= bound * 1.002:
+            break
+        options = proposals(placement, times_KG, samples_KE, shape, cost)[:num_tries]
+        probed = sorted((value(option, probes_KE), i) for i, option in enumerate(options))[:2]
+        copies, _ = moves(resident, placement)
+        current = now + step_price.us_per_copy * len(copies)
+        best = min(((value(options[i], samples_KE), i) for _, i in probed), default=(current, -1))
+        if best[0] >= current - step_price.min_gain * now - 1e-9 * now:
+            break
+        placement = options[best[1]]
+        times_KG = rank_times(placement, samples_KE, shape.num_ranks, cost)
+    return placement, float(times_KG.max(1).mean())
+
+
+def proposals(
+    placement: Placement, times_KG: Floats, samples_KE: Ints, shape: EpShape, cost: CostModel
+) -> list[Placement]:
+    """Placements one step away, the most promising first."""
+    loads_KE = cost.expert_us(samples_KE)
+    on_EG = as_mask(placement, shape.num_ranks)
+    softness = np.maximum(_SOFTNESS * times_KG.max(1, keepdims=True), 1e-30)
+    pressure_KG = np.exp((times_KG - times_KG.max(1, keepdims=True)) / softness)
+    pressure_KG /= pressure_KG.sum(1, keepdims=True)
+    found = _swaps(placement, on_EG, times_KG, pressure_KG, loads_KE, shape)
+    found += _additions(placement, on_EG, times_KG, pressure_KG, loads_KE, shape)
+    found.sort(key=lambda entry: -entry[0])
+    return list(dict.fromkeys(option for _, option in found))
+
+
+def _swaps(
+    placement: Placement,
+    on_EG: np.ndarray,
+    times_KG: Floats,
+    pressure_KG: Floats,
+    loads_KE: Floats,
+    shape: EpShape,
+    most: int = 8,
+) -> list[tuple[float, Placement]]:
+    """Exchange the replica in slot i of a slow rank with that in slot j elsewhere, or move it to an empty slot."""
+    expert_R, rank_R = np.nonzero(on_EG)
+    empty_G = np.flatnonzero(on_EG.sum(0) < shape.slots_per_rank)
+    load_KR = loads_KE[:, expert_R] / on_EG.sum(1)[expert_R]
+    expert_J = np.concatenate([expert_R, np.full(len(empty_G), -1)])
+    rank_J = np.concatenate([rank_R, empty_G])
+    load_KJ = np.concatenate([load_KR, np.zeros((len(load_KR), len(empty_G)))], axis=1)
+    slow = np.argsort(-pressure_KG.mean(0), kind="stable")[: max(4, shape.num_ranks // 8)]
+    from_R = np.flatnonzero(np.isin(rank_R, slow))
+    i, j = (index.ravel() for index in np.meshgrid(from_R, np.arange(len(expert_J)), indexing="ij"))
+    legal = ~on_EG[expert_R[i], rank_J[j]] & ((expert_J[j] < 0) | ~on_EG[expert_J[j], rank_R[i]])
+    i, j = i[legal], j[legal]
+    source, target = rank_R[i], rank_J[j]
+    moved_K = load_KR[:, i] - load_KJ[:, j]
+    receiver = np.where(moved_K > 0, times_KG[:, target], times_KG[:, source])
+    # The level falls by the load moved times the difference in pressure, unless the receiver then overshoots it.
+    room = times_KG.max(1, keepdims=True) - receiver - np.abs(moved_K)
+    gain = np.minimum(moved_K * (pressure_KG[:, source] - pressure_KG[:, target]), room).mean(0)
+    found = []
+    for t in np.argsort(-gain, kind="stable")[:most].tolist():
+        changes = [(int(expert_R[i[t]]), int(source[t]), int(target[t]))]
+        if expert_J[j[t]] >= 0:
+            changes.append((int(expert_J[j[t]]), int(target[t]), int(source[t])))
+        found.append((float(gain[t]), _changed(placement, changes)))
+    return found
+
+
+def _additions(
+    placement: Placement,
+    on_EG: np.ndarray,
+    times_KG: Floats,
+    pressure_KG: Floats,
+    loads_KE: Floats,
+    shape: EpShape,
+    most: int = 8,
+) -> list[tuple[float, Placement]]:
+    """Add a replica in a free slot, or in the place of another expert's spare replica on that rank."""
+    copies_E = on_EG.sum(1)
+    slowest_KE = np.stack([times_KG[:, ranks].max(1) for ranks in placement], axis=1)
+    pressure_KE = np.stack([pressure_KG[:, ranks].max(1) for ranks in placement], axis=1)
+    gap_KEG = np.maximum(slowest_KE[:, :, None] - times_KG[:, None, :], 0) * 0.5
+    flow_KEG = np.minimum((loads_KE / copies_E)[:, :, None], gap_KEG)
+    gain_EG = (flow_KEG * np.maximum(pressure_KE[:, :, None] - pressure_KG[:, None, :], 0)).mean(0)
+    gain_EG[on_EG] = -1.0
+    has_room = num_replicas(placement) < shape.num_slots
+    used_G = on_EG.sum(0)
+    found = []
+    for t in np.argsort(-gain_EG, axis=None, kind="stable")[:most].tolist():
+        expert, rank = divmod(t, shape.num_ranks)
+        gain = float(gain_EG[expert, rank])
+        if gain <= 0:
+            break
+        if has_room and used_G[rank] < shape.slots_per_rank:
+            found.append((gain, _changed(placement, [(expert, -1, rank)])))
+            continue
+        for spare in np.flatnonzero(on_EG[:, rank] & (copies_E > 1)).tolist():
+            lost = 0.05 * float(loads_KE[:, spare].mean())
+            found.append((gain - lost, _changed(placement, [(expert, -1, rank), (spare, rank, -1)])))
+    return found
+
+
+def _changed(placement: Placement, changes: list[tuple[int, int, int]]) -> Placement:
+    """`placement` with (expert, from rank, to rank) carried out; -1 is nowhere."""
+    hosts = list(placement)
+    for expert, source, target in changes:
+        ranks = set(hosts[expert]) - {source}
+        hosts[expert] = tuple(sorted(ranks | {target} if target >= 0 else ranks))
+    return tuple(hosts)

@@ -1,0 +1,71 @@
+"""A fresh placement: the best of a small portfolio, priced by the real split on recent samples.
+
+Legend: K samples, E experts, G ranks. `samples_KE` are token counts of recent iterations (or predictions).
+
+Static, EPLB's and the paper's placements are candidates too, and the split prices METRO's, the even and the home rule:
+so on its samples the choice is never worse than any of those methods. A cheaper estimate than the real split does not
+work: it cannot carry surplus round a ring, and picks bad plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from moeless.policy.cost import CostModel
+from moeless.policy.eplb import eplb
+from moeless.policy.layout import Layout
+from moeless.policy.placer import place
+from moeless.policy.roofline import slowest_us
+from moeless.policy.scaler import scale
+from moeless.policy.seeds import packing, ring
+from moeless.policy.types import EpShape, Floats, Ints, Placement, static_placement
+
+# Bound on the split's local search while pricing; less than in the hot path, for speed.
+PRICING_REPAIRS = 6
+
+
+def as_counts(samples_KE: Sequence[Floats] | Floats | Ints) -> Ints:
+    """Samples as whole tokens, int64 [K, E]; predictions may be fractions."""
+    return np.rint(np.asarray(samples_KE)).astype(np.int64).reshape(len(samples_KE), -1)
+
+
+def rank_times(placement: Placement, samples_KE: Ints, num_ranks: int, cost: CostModel) -> Floats:
+    """Time of each rank in each sample under the split, [K, G] in us."""
+    layout = Layout(placement, num_ranks)
+    return np.array([slowest_us(counts_E, layout, cost, PRICING_REPAIRS) for counts_E in samples_KE])
+
+
+def price(placement: Placement, samples_KE: Ints, num_ranks: int, cost: CostModel) -> float:
+    """Mean time of the slowest rank over the samples, us."""
+    return float(rank_times(placement, samples_KE, num_ranks, cost).max(1).mean())
+
+
+def weights_of(samples_KE: Ints, cost: CostModel) -> list[float]:
+    """Mean time of each expert, a little above 0 so that unused experts still have an order."""
+    weights: list[float] = (cost.expert_us(samples_KE).mean(0) + 1e-9).tolist()
+    return weights
+
+
+def candidates(samples_KE: Ints, shape: EpShape, cost: CostModel, cv_threshold: float = 0.2) -> list[Placement]:
+    """The portfolio, without repetitions; the first of equals is preferred."""
+    weights = weights_of(samples_KE, cost)
+    tokens_E = samples_KE.mean(0)
+    found = [static_placement(shape.num_experts, shape.num_ranks)]
+    found += [ring(weights, shape, most) for most in (2, 3, shape.num_ranks)]
+    found += [packing(weights, shape, most) for most in (2, shape.num_ranks)]
+    if shape.num_slots % shape.num_ranks == 0 and shape.num_experts % shape.num_groups == 0:
+        found.append(eplb(tokens_E, shape).placement)
+    copies = scale(tokens_E.tolist(), shape.num_slots, shape.num_ranks, cv_threshold)
+    found.append(place(tokens_E.tolist(), copies, shape))
+    return list(dict.fromkeys(found))
+
+
+def cheapest(
+    options: Iterable[Placement], samples_KE: Ints, num_ranks: int, cost: CostModel
+) -> tuple[Placement, float]:
+    """The option with the lowest price and that price, the first of equals."""
+    priced = [(price(option, samples_KE, num_ranks, cost), i, option) for i, option in enumerate(options)]
+    best = min(priced, key=lambda entry: entry[:2])
+    return best[2], best[0]
