@@ -45,6 +45,7 @@ class MoeLayer:
     decoder_layer: int
     """The number in the module name; differs from `ordinal` when some layers are dense."""
     decoder_name: str
+    decoder: nn.Module
     router_name: str
     router: nn.Module
     experts_name: str
@@ -119,6 +120,7 @@ def find_moe_layers(model: PreTrainedModel) -> list[MoeLayer]:
             ordinal=ordinal,
             decoder_layer=int(name.rpartition(".")[2]),
             decoder_name=name,
+            decoder=model.get_submodule(name),
             router_name=routers[name],
             router=model.get_submodule(routers[name]),
             experts_name=experts[name],

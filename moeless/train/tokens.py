@@ -71,10 +71,10 @@ def _encode(document: Document, tokenizer: Any | None, max_length: int) -> tuple
         return document.token_ids, document.token_ids
     if tokenizer is None:
         raise CheckpointError(
-            "the checkpoint has no tokenizer, so text cannot be read; give --tokenizer FOLDER, or data rows with token_ids"
+            "the checkpoint has no tokenizer, so text cannot be read; give --tokenizer FOLDER or rows with token_ids"
         )
     if document.messages is None:
-        # Far more text than can be used is cut before the tokenizer sees it: no tokenizer makes 32 characters one token.
+        # What cannot be used is cut before the tokenizer sees it: no tokenizer averages 32 characters a token.
         ids = tokenizer((document.text or "")[: 32 * max_length], truncation=False, verbose=False)["input_ids"]
         return ids, ids
     first_answer = next((i for i, m in enumerate(document.messages) if i and m["role"] == "assistant"), None)

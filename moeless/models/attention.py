@@ -1,0 +1,270 @@
+"""Attention over packed batches: many sequences side by side in one row, each with keys and values of its own.
+
+The function is registered under `ATTENTION_NAME` with transformers' `AttentionInterface`, so every family's own
+attention module calls it; no mask is built by the model and no padding token ever reaches a router. A step's batch is
+a `PackedBatch` of `AttentionGroup`s: sequences of a group have the same number of new tokens and attend in one batched
+call (all decoding sequences), a prefill chunk is a group of one. Keys and values come from a `KeyValueStore`, which
+the engine implements (`engine/kv_cache.py`). `reference_attention` computes the same, sequence by sequence.
+
+Families differ in: sliding windows, chunked attention (Llama-4), attention sinks (gpt-oss), soft-capping, head sizes of
+values, and latent keys and values (MLA) that are cached compressed and expanded after the cache.
+
+Legend: Q packed new tokens, B sequences of a group, N new tokens a sequence, S keys a sequence (padded), A attention
+heads, C key-value heads, D head size of keys, V head size of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+ATTENTION_NAME = "moeless_packed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionGroup:
+    """Sequences of a packed batch that attend in one call."""
+
+    first_row: int
+    """Where the group's rows start in the packed batch; sequence b has rows first_row + b·N up to + N."""
+    num_seqs: int
+    num_new: int
+    """New tokens of each sequence (N)."""
+    num_keys: tuple[int, ...]
+    """Keys of each sequence, its new tokens included."""
+    key_rows: slice | torch.Tensor
+    """Where the store keeps them: one slice of B·stride rows, or row numbers [B·S]."""
+    stride: int
+    """Rows from one sequence to the next under a slice."""
+
+    @property
+    def max_keys(self) -> int:
+        """Keys a sequence after padding (S)."""
+        return max(self.num_keys)
+
+    @property
+    def rows(self) -> slice:
+        """The group's rows of the packed batch."""
+        return slice(self.first_row, self.first_row + self.num_seqs * self.num_new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """How the rows of one step belong to sequences, and where their new keys and values go."""
+
+    groups: tuple[AttentionGroup, ...]
+    """In the order of their rows, which they cover without gaps."""
+    positions_Q: torch.Tensor
+    store_rows_Q: torch.Tensor
+    """Row of the key-value store that each new token is written to."""
+    masks: dict[tuple[int, int | None, int | None], torch.Tensor | None] = field(default_factory=dict)
+    """Masks made so far in this step, by (group, window, chunk): layers of one kind share them."""
+
+
+class KeyValueStore(Protocol):
+    """What attention needs of the engine's cache."""
+
+    @property
+    def batch(self) -> PackedBatch:
+        """The step that is running."""
+        ...
+
+    def read(self, layer: int, group: AttentionGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, S, C, D] and values [B, S, C, V] of a group; what lies behind a sequence's keys is finite."""
+        ...
+
+
+def install_attention(model: PreTrainedModel, store: KeyValueStore) -> None:
+    """Make every attention layer of `model` work on the packed batches of `store`."""
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.moeless_kv = store  # type: ignore[assignment]
+    model.set_attn_implementation(ATTENTION_NAME)
+
+
+def caches_latents(module: nn.Module) -> bool:
+    """Whether the layer caches compressed keys and values (MLA) and expands what the cache gives back."""
+    return hasattr(module, "kv_b_proj")
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls.
+
+    Args:
+        module: the family's attention module; its `moeless_kv` is the store.
+        query: [1, A, Q, D].
+        key, value: the new tokens' [1, C, Q, ·], which the store already has; under MLA the expanded keys and values
+            [1, A, sum of B·S, ·] of all groups one after the other.
+
+    Returns:
+        [1, Q, A, V], and None for the attention weights.
+    """
+    store: KeyValueStore = module.moeless_kv  # type: ignore[assignment]
+    batch = store.batch
+    window, chunk = _reach(module, sliding_window)
+    sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
+    query_QAD = query[0].transpose(0, 1)
+    outputs, first_key = [], 0
+    for number, group in enumerate(batch.groups):
+        if caches_latents(module):
+            keys = slice(first_key, first_key := first_key + group.num_seqs * group.max_keys)
+            shape = (group.num_seqs, group.max_keys, *key.shape[1::2])
+            key_BSCD = key[0, :, keys].transpose(0, 1).reshape(shape)
+            value_BSCV = value[0, :, keys].transpose(0, 1).reshape(*shape[:3], value.shape[-1])
+        else:
+            key_BSCD, value_BSCV = store.read(module.layer_idx, group)  # type: ignore[arg-type]
+        where = (number, window, chunk)
+        if where not in batch.masks:
+            batch.masks[where] = _additive_mask(group, window, chunk, query)
+        attend = _attend_one if group.num_new == 1 else _attend_many
+        outputs.append(
+            attend(query_QAD[group.rows], key_BSCD, value_BSCV, batch.masks[where], scaling, sinks, softcap)
+        )
+    output_QAV = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output_QAV.unsqueeze(0), None
+
+
+def _reach(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
+    """(sliding window, chunk size) of a layer; some families hand every layer the window and tell by layer type."""
+    config: Any = module.config
+    layer_types: Sequence[str] | None = getattr(config, "layer_types", None)
+    kind = layer_types[module.layer_idx] if layer_types else None  # type: ignore[index]
+    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+    return (None if kind is not None and "sliding" not in kind else sliding_window), chunk
+
+
+def _additive_mask(
+    group: AttentionGroup, window: int | None, chunk: int | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """0 where a new token sees a key and -inf elsewhere, [B, 1, N, S]; None when every token sees every key."""
+    num_keys_B = torch.tensor(group.num_keys, device=like.device)
+    key_S = torch.arange(group.max_keys, device=like.device)
+    position_BN = (num_keys_B - group.num_new)[:, None] + torch.arange(group.num_new, device=like.device)
+    seen_BNS = key_S <= position_BN[..., None]
+    if window:
+        seen_BNS &= key_S > position_BN[..., None] - window
+    if chunk:
+        seen_BNS &= key_S // chunk == position_BN[..., None] // chunk
+    if seen_BNS.all():
+        return None
+    mask_BNS = torch.zeros(seen_BNS.shape, dtype=like.dtype, device=like.device)
+    return mask_BNS.masked_fill_(~seen_BNS, float("-inf"))[:, None]
+
+
+def _attend_one(
+    query_BAD: torch.Tensor,
+    key_BSCD: torch.Tensor,
+    value_BSCV: torch.Tensor,
+    mask_B1NS: torch.Tensor | None,
+    scaling: float | None,
+    sinks_A: torch.Tensor | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[B, A, V] for one new token a sequence: heads that share a key-value head stand where query tokens stand."""
+    num_seqs, num_heads, size = query_BAD.shape
+    query = query_BAD.reshape(num_seqs, key_BSCD.shape[2], -1, size)
+    key, value = key_BSCD.transpose(1, 2), value_BSCV.transpose(1, 2)
+    if sinks_A is None and softcap is None:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_B1NS, scale=scaling)
+    else:
+        sinks = None if sinks_A is None else sinks_A.view(1, key.shape[1], -1, 1).expand(*query.shape[:3], 1)
+        output = _eager(query, key, value, mask_B1NS, scaling, sinks, softcap)
+    return output.reshape(num_seqs, num_heads, -1)
+
+
+def _attend_many(
+    query_QAD: torch.Tensor,
+    key_BSCD: torch.Tensor,
+    value_BSCV: torch.Tensor,
+    mask_B1NS: torch.Tensor | None,
+    scaling: float | None,
+    sinks_A: torch.Tensor | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[B·N, A, V] for N new tokens a sequence."""
+    num_rows, num_heads, size = query_QAD.shape
+    query = query_QAD.view(key_BSCD.shape[0], -1, num_heads, size).transpose(1, 2)
+    key, value = key_BSCD.transpose(1, 2), value_BSCV.transpose(1, 2)
+    if sinks_A is None and softcap is None:
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask_B1NS, scale=scaling, enable_gqa=num_heads != key.shape[1]
+        )
+    else:
+        share = num_heads // key.shape[1]
+        key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
+        sinks = None if sinks_A is None else sinks_A.view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+        output = _eager(query, key, value, mask_B1NS, scaling, sinks, softcap)
+    return output.transpose(1, 2).reshape(num_rows, num_heads, -1)
+
+
+def _eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention spelled out, for what the fused kernels lack; a sink is one more key whose value is zero."""
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+    scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    return scores.softmax(-1, dtype=torch.float32)[..., :-1].to(query.dtype) @ value
+
+
+def reference_attention(
+    query_NAD: torch.Tensor,
+    key_SCD: torch.Tensor,
+    value_SCV: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks_A: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """[N, A, V] of one sequence whose last N tokens are new, token by token and head by head."""
+    num_new, num_heads, _ = query_NAD.shape
+    num_keys, num_kv_heads, _ = key_SCD.shape
+    output_NAV = query_NAD.new_zeros(num_new, num_heads, value_SCV.shape[-1])
+    for n in range(num_new):
+        position = num_keys - num_new + n
+        seen = [
+            s
+            for s in range(position + 1)
+            if (window is None or s > position - window) and (chunk is None or s // chunk == position // chunk)
+        ]
+        for head in range(num_heads):
+            shared = head * num_kv_heads // num_heads
+            scores = key_SCD[seen, shared] @ query_NAD[n, head] * scaling
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks_A is not None:
+                scores = torch.cat([scores, sinks_A[head : head + 1]])
+            weights = scores.softmax(0)[: len(seen)]
+            output_NAV[n, head] = weights @ value_SCV[seen, shared]
+    return output_NAV
