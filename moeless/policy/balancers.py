@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from moeless.errors import UsageError
 from moeless.policy.config import BALANCERS, BalancerConfig
 from moeless.policy.cost import CostModel
+from moeless.policy.layered import LayeredBalancer
 from moeless.policy.types import EpShape, Floats, Ints, LayerPlan, Placement
 
 
@@ -64,4 +66,9 @@ def make_balancer(
     Raises:
         UsageError: an unknown name, or sizes that the method cannot work with.
     """
-    raise NotImplementedError(method if isinstance(method, str) else BALANCERS)
+    if isinstance(method, str) and method not in BALANCERS:
+        raise UsageError(f"no balancer is called {method!r}; choose from {', '.join(BALANCERS)}")
+    config = BALANCERS[method] if isinstance(method, str) else method
+    if slots is not None and len(slots) != num_layers:
+        raise UsageError(f"slots are given for {len(slots)} layers, but the model has {num_layers}")
+    return LayeredBalancer(config, shape, slots or (shape.num_slots,) * num_layers, cost)

@@ -12,6 +12,18 @@ Scale = Literal["none", "eplb", "cv", "time"]
 Place = Literal["static", "eplb", "warm", "portfolio"]
 Split = Literal["home", "even", "balanced", "roofline", "metro", "oracle"]
 
+# Which ways of scaling and placing fit together.
+COMBINATIONS = {
+    ("none", "static"),
+    ("none", "warm"),
+    ("cv", "static"),
+    ("cv", "warm"),
+    ("eplb", "static"),
+    ("eplb", "warm"),
+    ("eplb", "eplb"),
+    ("time", "portfolio"),
+}
+
 
 @dataclass(frozen=True)
 class BalancerConfig:
@@ -23,12 +35,15 @@ class BalancerConfig:
             the prediction).
         scale: replicas of an expert: always one, EPLB's greedy use of all slots, the paper's Algorithm 1, or what
             lowers the modelled time.
-        place: contiguous, EPLB's packing, the paper's Algorithm 2, or the best of a portfolio.
+        place: contiguous (further replicas on the next ranks), EPLB's packing, the paper's Algorithm 2, or the best of
+            a portfolio.
         split: tokens over the ready replicas: all to the first, even, exact least maximum load, least modelled time
             of the slowest rank, METRO's least number of launches, or ignoring the router altogether (lossy).
         window: iterations of history that count.
         interval: iterations between plans; 0 plans whenever asked.
+        num_samples: iterations of the window that a placement is priced on.
         cv_threshold: the paper's V.
+        stop_when_unprofitable: add no replica that saves less time than its transfer costs (off in the paper).
         horizon: iterations over which a copy has to earn its transfer.
         copy_price: the share of a copy's time that it costs the iteration it runs beside.
         min_gain: least relative gain of a step worth making.
@@ -41,17 +56,24 @@ class BalancerConfig:
     split: Split
     window: int = 64
     interval: int = 0
+    num_samples: int = 16
     cv_threshold: float = 0.2
+    stop_when_unprofitable: bool = False
     horizon: float = 200.0
     copy_price: float = 0.1
     min_gain: float = 0.003
     drift: float = 0.05
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.interval < 0:
-            raise UsageError(f"a balancer needs window >= 1 and interval >= 0, got {self.window} and {self.interval}")
-        if (self.place == "static") != (self.scale == "none") and self.place in ("static", "portfolio"):
+        if self.window < 1 or self.interval < 0 or self.num_samples < 1:
+            raise UsageError(
+                f"a balancer needs window >= 1, interval >= 0 and num_samples >= 1, "
+                f"got {self.window}, {self.interval} and {self.num_samples}"
+            )
+        if (self.scale, self.place) not in COMBINATIONS:
             raise UsageError(f"scale {self.scale!r} cannot be combined with place {self.place!r}")
+        if self.loads == "none" and self.scale != "none":
+            raise UsageError(f"scale {self.scale!r} needs loads to plan from")
 
     @property
     def lossy(self) -> bool:
@@ -60,7 +82,9 @@ class BalancerConfig:
 
     @property
     def needs_truth(self) -> bool:
-        """True when `plan` must be given the iteration's true counts as its prediction (a bound, not a method)."""
+        """True for a bound rather than a method: `plan` is given the iteration's true counts as its prediction, and
+        its copies are to be taken as done at once.
+        """
         return self.loads == "true"
 
 
@@ -74,7 +98,9 @@ BALANCERS = {
     # Perfect balance by ignoring the router: lossy, a reference only.
     "oracle": BalancerConfig(loads="none", scale="none", place="static", split="oracle"),
     # The lossless bound: planned and split from the true loads of the iteration itself, copies free.
-    "bound": BalancerConfig(loads="true", scale="time", place="portfolio", split="roofline", copy_price=0.0),
+    "bound": BalancerConfig(
+        loads="true", scale="time", place="portfolio", split="roofline", copy_price=0.0, min_gain=0.0
+    ),
     # The paper to the letter.
     "moeless": BalancerConfig(loads="predicted", scale="cv", place="warm", split="even"),
     # Ours: modelled time instead of tokens, portfolio placement, two speeds.
