@@ -1,0 +1,63 @@
+"""What one expert computes, for any family whose experts transformers dispatches, and for llama4 and dbrx.
+
+The experts module is kept for its settings and its gate only; the weights come from a slot.
+
+Legend: R rows, H hidden, F expert ffn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moeless.errors import UnsupportedModelError
+
+Weights = dict[str, torch.Tensor]
+
+
+class ExpertFfn:
+    """A function (rows [R, H], one expert's weights) -> rows [R, H].
+
+    Weights are named as the parameters of the experts module and shaped like one expert's part of them.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        """Raises `UnsupportedModelError` for an experts module of an unknown kind."""
+        kind = type(experts).__name__
+        self._module: Any = experts
+        if kind == "Llama4TextExperts":
+            self._compute = self._llama4
+        elif kind == "DbrxExperts":
+            self._compute = self._dbrx
+        elif hasattr(experts, "_is_expert_parallel") and not experts.has_post_expert_norm:
+            self._compute = self._gated if experts.has_gate else self._plain
+        else:
+            raise UnsupportedModelError(f"experts of class {kind} cannot be computed one by one")
+
+    def __call__(self, rows_RH: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The expert's output for each row."""
+        return self._compute(rows_RH, weights)
+
+    def _gated(self, rows_RH: torch.Tensor, weights: Weights) -> torch.Tensor:
+        both_R2F = self._linear(rows_RH, weights, "gate_up_proj")
+        return self._linear(self._module._apply_gate(both_R2F), weights, "down_proj")
+
+    def _plain(self, rows_RH: torch.Tensor, weights: Weights) -> torch.Tensor:
+        return self._linear(self._module.act_fn(self._linear(rows_RH, weights, "up_proj")), weights, "down_proj")
+
+    def _llama4(self, rows_RH: torch.Tensor, weights: Weights) -> torch.Tensor:
+        gate_RF, up_RF = (rows_RH @ weights["gate_up_proj"]).chunk(2, dim=-1)
+        return (up_RF * self._module.act_fn(gate_RF)) @ weights["down_proj"]
+
+    def _dbrx(self, rows_RH: torch.Tensor, weights: Weights) -> torch.Tensor:
+        return self._module.mlp(rows_RH, weights["mlp.w1"], weights["mlp.v1"], weights["mlp.w2"])
+
+    def _linear(self, x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+        if self._module.is_transposed:
+            y = x @ weights[name]
+            bias = weights.get(f"{name}_bias")
+            return y if bias is None else y + bias
+        return F.linear(x, weights[name], weights.get(f"{name}_bias"))
