@@ -18,6 +18,7 @@ import typer
 from moeless import __version__
 from moeless.config.options import Config, flag_name
 from moeless.config.profile import ProfileConfig
+from moeless.config.simulate import SimulateConfig
 from moeless.errors import MoelessError, UsageError
 
 app = typer.Typer(
@@ -46,6 +47,15 @@ def profile(config: ProfileConfig) -> None:
 
     result = run_profile(config)
     _emit(config, result, print_profile)
+
+
+def simulate(config: SimulateConfig) -> None:
+    """Tell from a routing trace which balancing method would pay, by how much, or that none would."""
+    from moeless.bench.simulate import run_simulate
+    from moeless.bench.simulate_print import print_simulate
+
+    result = run_simulate(config, show_progress=not config.json_output)
+    _emit(config, result, print_simulate)
 
 
 def _emit(config: Config, result: dict[str, Any], print_tables: Callable[[dict[str, Any]], None]) -> None:
@@ -86,6 +96,7 @@ def _parameter(config_field: dataclasses.Field[Any], hint: Any) -> inspect.Param
 
 
 _add_command(app, ProfileConfig, profile)
+_add_command(bench, SimulateConfig, simulate)
 
 
 def main() -> None:

@@ -23,7 +23,8 @@ def record(recorder: Recorder, iterations: list[np.ndarray], num_ranks: int = 2)
     for ids in iterations:
         for layer in range(ids.shape[1]):
             counts = [np.bincount(ids[rank::num_ranks, layer].ravel(), minlength=16) for rank in range(num_ranks)]
-            recorder.record_layer(layer, counts, predicted_E=np.sum(counts, 0) if layer else None)
+            ready = np.eye(16, num_ranks, dtype=bool)
+            recorder.record_layer(layer, counts, ready, predicted_E=np.sum(counts, 0) if layer else None)
         if recorder.token_capacity:
             recorder.record_tokens(ids, np.arange(len(ids)))
         recorder.end_iteration(phase="decode", num_tokens=len(ids), duration_s=0.5)

@@ -23,6 +23,7 @@ _ARRAYS: dict[str, tuple[str, str | None]] = {
     "counts": ("counts_ILE", "int32"),
     "predicted": ("predicted_ILE", "int32"),
     "rank_counts": ("rank_counts_ILGE", "int32"),
+    "ready": ("ready_ILEG", "uint8"),
     "phases": ("phases_I", "uint8"),
     "num_tokens": ("num_tokens_I", "int32"),
     "durations_s": ("durations_s_I", "float64"),

@@ -38,6 +38,8 @@ class LoadTrace:
     name: str
     predicted_ILE: NDArray[np.int32] | None = None
     rank_counts_ILGE: NDArray[np.int32] | None = None
+    ready_ILEG: NDArray[np.uint8] | None = None
+    """1 where a replica was ready when its layer ran."""
     durations_s_I: NDArray[np.float64] | None = None
     ids_TLK: Ids | None = None
     token_offsets: NDArray[np.int64] | None = None
@@ -148,6 +150,9 @@ def check_trace(trace: LoadTrace) -> None:
         wrong = np.argwhere((trace.rank_counts_ILGE.sum(2) != trace.counts_ILE).any((1, 2)))
         if len(wrong):
             raise DataError(f"{name}: iteration {int(wrong[0, 0])}: counts by rank do not sum to the counts")
+    ready = trace.ready_ILEG
+    if ready is not None and (ready.ndim != 4 or ready.shape[:3] != shape):
+        raise DataError(f"{name}: ready replicas have shape {ready.shape}, must be {(*shape, 'ranks')}")
     if trace.ids_TLK is not None:
         bounds, sequences = trace.token_offsets, trace.sequences_T
         if bounds is None or sequences is None or len(bounds) != shape[0] + 1:

@@ -45,6 +45,7 @@ class Recorder:
         self._num_rows = num_rows = capacity + 1  # one more for the open iteration
         self._rank_counts_NLGE = np.zeros((num_rows, num_layers, num_ranks, num_experts), np.int32)
         self._predicted_NLE = np.full((num_rows, num_layers, num_experts), NO_PREDICTION, np.int32)
+        self._ready_NLEG = np.zeros((num_rows, num_layers, num_experts, num_ranks), np.uint8)
         self._phases_N = np.zeros(num_rows, np.uint8)
         self._num_tokens_N = np.zeros(num_rows, np.int32)
         self._durations_s_N = np.zeros(num_rows, np.float64)
@@ -53,10 +54,14 @@ class Recorder:
         self._ids_TLK: Ids = np.zeros((token_capacity, num_layers, top_k), dtype)
         self._sequences_T = np.zeros(token_capacity, np.int64)
 
-    def record_layer(self, layer: int, counts_GE: ArrayLike, predicted_E: ArrayLike | None = None) -> None:
-        """Note one layer of the open iteration: true counts by source rank, and what had been predicted for it."""
+    def record_layer(
+        self, layer: int, counts_GE: ArrayLike, ready_EG: ArrayLike, predicted_E: ArrayLike | None = None
+    ) -> None:
+        """Note one layer of the open iteration: true counts by source rank, which replicas were ready for it, and
+        what had been predicted for it."""
         row = self._num_closed % self._num_rows
         self._rank_counts_NLGE[row, layer] = counts_GE
+        self._ready_NLEG[row, layer] = ready_EG
         if predicted_E is not None:
             self._predicted_NLE[row, layer] = predicted_E
 
@@ -80,6 +85,7 @@ class Recorder:
         row = self._num_closed % self._num_rows
         self._rank_counts_NLGE[row] = 0
         self._predicted_NLE[row] = NO_PREDICTION
+        self._ready_NLEG[row] = 0
         self._first_token_N[row] = self._num_tokens_seen
 
     def __len__(self) -> int:
@@ -101,6 +107,7 @@ class Recorder:
         return LoadTrace(
             counts_ILE=self._rank_counts_NLGE[rows].sum(2, dtype=np.int32),
             rank_counts_ILGE=self._rank_counts_NLGE[rows],
+            ready_ILEG=self._ready_NLEG[rows],
             predicted_ILE=predicted if (predicted != NO_PREDICTION).any() else None,
             phases_I=self._phases_N[rows],
             num_tokens_I=self._num_tokens_N[rows],

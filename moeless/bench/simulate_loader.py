@@ -1,0 +1,169 @@
+"""Which replicas are in memory and when: copies take time, one after the other on each rank.
+
+A copy starts when its rank's copy engine is free and lands beside what is there, so the replica it displaces serves
+until the new one is ready, and an expert's last replica is never dropped; the most room this took is reported. Replicas
+that are no longer wanted stay warm until their room is needed (keep-alive by capacity).
+
+Legend: L MoE layers, E experts, G ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from moeless.policy.types import LayerPlan, Placement, Replica, slots_used
+
+
+def usable_replicas(wanted: Placement, warm: Placement) -> Placement:
+    """The replicas that tokens may be split over: an expert's wanted ones when all of them are warm, else all its warm
+    ones, so that an old replica keeps serving until the one that takes its place is there."""
+    if wanted == warm:
+        return warm
+    return tuple(
+        want if want == have or set(want) <= set(have) else have for want, have in zip(wanted, warm, strict=True)
+    )
+
+
+@dataclass(slots=True)
+class LayerReplicas:
+    """One layer's replicas. `warm` and `loading` never share a replica; `used` counts the warm ones by rank."""
+
+    wanted: Placement
+    warm: list[set[int]]
+    used: list[int]
+    queued: set[Replica] = field(default_factory=set)
+    in_flight: set[Replica] = field(default_factory=set)
+    idle: set[Replica] = field(default_factory=set)
+    """Copied replicas that have not had a token yet."""
+    warm_placement: Placement = ()
+    usable: Placement = ()
+
+    def refresh(self) -> None:
+        self.warm_placement = tuple(tuple(sorted(ranks)) for ranks in self.warm)
+        self.usable = usable_replicas(self.wanted, self.warm_placement)
+
+
+class CopyEngines:
+    """The replicas of all layers and the copy engine of every rank.
+
+    Args:
+        start: the replicas of each layer that are warm at time 0 (an expert may have none).
+        copy_us: time of one copy; 0 makes every copy instant.
+        slots_per_rank: replicas of one layer that a rank keeps.
+    """
+
+    def __init__(
+        self, start: list[Placement], *, wanted: list[Placement], num_ranks: int, copy_us: float, slots_per_rank: int
+    ) -> None:
+        self.layers = [
+            LayerReplicas(wanted=want, warm=[set(ranks) for ranks in warm], used=slots_used(warm, num_ranks))
+            for want, warm in zip(wanted, start, strict=True)
+        ]
+        for layer in self.layers:
+            layer.refresh()
+        self.copy_us, self.slots_per_rank = copy_us, slots_per_rank
+        self.num_copies = 0
+        self.num_wasted = 0
+        """Copied replicas dropped before they had a single token."""
+        self.peak_slots_per_rank = slots_per_rank
+        self.num_resident = sum(sum(layer.used) for layer in self.layers)
+        self._queues: list[deque[tuple[int, int]]] = [deque() for _ in range(num_ranks)]
+        self._current: list[tuple[int, int] | None] = [None] * num_ranks
+        self._done_us = [math.inf] * num_ranks
+        self._next_done_us = math.inf
+
+    def resident(self, layer: int) -> Placement:
+        """Replicas of a layer that are warm, on their way, or waiting to be copied."""
+        state = self.layers[layer]
+        if not state.queued and not state.in_flight:
+            return state.warm_placement
+        hosts = [set(ranks) for ranks in state.warm]
+        for expert, rank in state.queued | state.in_flight:
+            hosts[expert].add(rank)
+        return tuple(tuple(sorted(ranks)) for ranks in hosts)
+
+    def apply(self, layer: int, plan: LayerPlan, now_us: float) -> None:
+        """Make `plan` the wanted replicas: queue its copies, forget queued ones that are not wanted any more."""
+        state = self.layers[layer]
+        if plan.placement != state.wanted:
+            state.wanted = plan.placement
+            stale = {(e, g) for e, g in state.queued if g not in plan.placement[e]}
+            for expert, rank in stale:
+                self._queues[rank].remove((layer, expert))
+            state.queued -= stale
+            self._make_room(state)
+            state.refresh()
+        for expert, rank in plan.copies:
+            copy = (expert, rank)
+            if rank in state.warm[expert] or copy in state.queued or copy in state.in_flight:
+                continue
+            state.queued.add(copy)
+            self._queues[rank].append((layer, expert))
+            if self._current[rank] is None:
+                self._start(rank, now_us)
+
+    def advance(self, now_us: float) -> None:
+        """Let time pass: finish the copies that are done by `now_us` and start the next ones."""
+        while self._next_done_us <= now_us:
+            rank = self._done_us.index(self._next_done_us)
+            done_us, current = self._done_us[rank], self._current[rank]
+            assert current is not None
+            self._finish(*current, rank)
+            self._start(rank, done_us)
+
+    def load_now(self, layer: int, expert: int, rank: int) -> None:
+        """A cold start: the expert is loaded at once, beside the queue."""
+        state = self.layers[layer]
+        if (expert, rank) in state.queued:
+            state.queued.remove((expert, rank))
+            self._queues[rank].remove((layer, expert))
+        self.num_copies += 1
+        self._add(state, expert, rank)
+        state.refresh()
+
+    def _start(self, rank: int, now_us: float) -> None:
+        """Start the oldest copy that waits for this rank's engine."""
+        self._current[rank], self._done_us[rank] = None, math.inf
+        if self._queues[rank]:
+            layer, expert = self._queues[rank].popleft()
+            state = self.layers[layer]
+            state.queued.remove((expert, rank))
+            state.in_flight.add((expert, rank))
+            self.num_copies += 1
+            self._current[rank], self._done_us[rank] = (layer, expert), now_us + self.copy_us
+        self._next_done_us = min(self._done_us)
+
+    def _finish(self, layer: int, expert: int, rank: int) -> None:
+        state = self.layers[layer]
+        state.in_flight.discard((expert, rank))
+        self._add(state, expert, rank)
+        self._make_room(state)
+        state.refresh()
+
+    def _add(self, state: LayerReplicas, expert: int, rank: int) -> None:
+        if rank not in state.warm[expert]:
+            state.warm[expert].add(rank)
+            state.used[rank] += 1
+            state.idle.add((expert, rank))
+            self.num_resident += 1
+
+    def _make_room(self, state: LayerReplicas) -> None:
+        """Drop unwanted replicas (lowest expert first) from ranks that hold too many; keep every expert's last one."""
+        for rank, used in enumerate(state.used):
+            if used <= self.slots_per_rank:
+                continue
+            spare = [
+                expert
+                for expert, ranks in enumerate(state.warm)
+                if rank in ranks and len(ranks) > 1 and rank not in state.wanted[expert]
+            ]
+            for expert in spare[: used - self.slots_per_rank]:
+                state.warm[expert].remove(rank)
+                state.used[rank] -= 1
+                self.num_resident -= 1
+                if (expert, rank) in state.idle:
+                    state.idle.remove((expert, rank))
+                    self.num_wasted += 1
+            self.peak_slots_per_rank = max(self.peak_slots_per_rank, state.used[rank])
