@@ -47,6 +47,7 @@ class BalancerConfig:
         horizon: iterations over which a copy has to earn its transfer.
         copy_price: the share of a copy's time that it costs the iteration it runs beside.
         min_gain: least relative gain of a step worth making.
+        num_errors: standard errors over the samples that a step has to gain.
         drift: relative excess of the recent time over what the plan promised that calls for a new plan at once.
     """
 
@@ -62,6 +63,7 @@ class BalancerConfig:
     horizon: float = 200.0
     copy_price: float = 0.1
     min_gain: float = 0.003
+    num_errors: float = 1.0
     drift: float = 0.05
 
     def __post_init__(self) -> None:

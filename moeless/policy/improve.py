@@ -25,10 +25,15 @@ _NUM_PROBES = 4
 
 @dataclass(frozen=True)
 class StepPrice:
-    """When a step is worth it: it must gain `min_gain` of the time, and `us_per_copy` for every replica to load."""
+    """When a step is worth it.
+
+    It must gain `min_gain` of the time, `us_per_copy` for every replica to load, and `num_errors` standard errors of
+    the gain over the samples: with few tokens an iteration most gains on a handful of samples are luck.
+    """
 
     min_gain: float = 0.0
     us_per_copy: float = 0.0
+    num_errors: float = 0.0
 
 
 def improve(
@@ -50,25 +55,30 @@ def improve(
     resident = placement if resident is None else resident
     bound = float(cost.expert_us(samples_KE).sum(1).mean()) / shape.num_ranks
     probes_KE = samples_KE[:: max(1, len(samples_KE) // _NUM_PROBES)]
-
-    def value(option: Placement, priced_on: Ints) -> float:
-        copies, _ = moves(resident, option)
-        return price(option, priced_on, shape.num_ranks, cost) + step_price.us_per_copy * len(copies)
-
     times_KG = rank_times(placement, samples_KE, shape.num_ranks, cost)
+    num_copies = len(moves(resident, placement)[0])
     for _ in range(steps):
-        now = float(times_KG.max(1).mean())
-        if now <= bound * 1.002:
+        now_K = times_KG.max(1)
+        if now_K.mean() <= bound * 1.002:
             break
         options = proposals(placement, times_KG, samples_KE, shape, cost)[:num_tries]
-        probed = sorted((value(option, probes_KE), i) for i, option in enumerate(options))[:2]
-        copies, _ = moves(resident, placement)
-        current = now + step_price.us_per_copy * len(copies)
-        best = min(((value(options[i], samples_KE), i) for _, i in probed), default=(current, -1))
-        if best[0] >= current - step_price.min_gain * now - 1e-9 * now:
+        copies = [len(moves(resident, option)[0]) - num_copies for option in options]
+        probed = sorted(
+            (price(option, probes_KE, shape.num_ranks, cost) + step_price.us_per_copy * num, i)
+            for i, (option, num) in enumerate(zip(options, copies, strict=True))
+        )
+        best_gain, best = 0.0, None
+        for _, i in probed[:2]:
+            option_KG = rank_times(options[i], samples_KE, shape.num_ranks, cost)
+            gain_K = now_K - option_KG.max(1)
+            error = float(gain_K.std()) / len(gain_K) ** 0.5
+            due = step_price.us_per_copy * copies[i] + step_price.num_errors * error
+            gain = float(gain_K.mean()) - due - (step_price.min_gain + 1e-9) * float(now_K.mean())
+            if gain > best_gain:
+                best_gain, best = gain, (options[i], option_KG, num_copies + copies[i])
+        if best is None:
             break
-        placement = options[best[1]]
-        times_KG = rank_times(placement, samples_KE, shape.num_ranks, cost)
+        placement, times_KG, num_copies = best
     return placement, float(times_KG.max(1).mean())
 
 

@@ -9,7 +9,7 @@ work: it cannot carry surplus round a ring, and picks bad plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -42,16 +42,32 @@ def price(placement: Placement, samples_KE: Ints, num_ranks: int, cost: CostMode
     return float(rank_times(placement, samples_KE, num_ranks, cost).max(1).mean())
 
 
+def slowest_times(
+    placement: Placement, samples_KE: Ints, num_ranks: int, cost: CostModel, limit: float = np.inf
+) -> Floats | None:
+    """Time of the slowest rank in each sample [K], us; None as soon as their mean is sure to exceed `limit`."""
+    bounds = (cost.expert_us(samples_KE).sum(1) / num_ranks).tolist()
+    most = limit * len(samples_KE) - sum(bounds)
+    layout = Layout(placement, num_ranks)
+    times = []
+    for counts_E, bound in zip(samples_KE, bounds, strict=True):
+        times.append(max(slowest_us(counts_E, layout, cost, PRICING_REPAIRS)))
+        most -= times[-1] - bound
+        if most < 0:
+            return None
+    return np.array(times)
+
+
 def weights_of(samples_KE: Ints, cost: CostModel) -> list[float]:
     """Mean time of each expert, a little above 0 so that unused experts still have an order."""
     weights: list[float] = (cost.expert_us(samples_KE).mean(0) + 1e-9).tolist()
     return weights
 
 
-def candidates(samples_KE: Ints, shape: EpShape, cost: CostModel, cv_threshold: float = 0.2) -> list[Placement]:
-    """The portfolio, without repetitions; the first of equals is preferred."""
-    weights = weights_of(samples_KE, cost)
-    tokens_E = samples_KE.mean(0)
+def candidates(history_KE: Ints, shape: EpShape, cost: CostModel, cv_threshold: float = 0.2) -> list[Placement]:
+    """The portfolio for mean loads of `history_KE`, without repetitions; the first of equals is preferred."""
+    weights = weights_of(history_KE, cost)
+    tokens_E = history_KE.mean(0)
     found = [static_placement(shape.num_experts, shape.num_ranks)]
     found += [ring(weights, shape, most) for most in (2, 3, shape.num_ranks)]
     found += [packing(weights, shape, most) for most in (2, shape.num_ranks)]
@@ -60,12 +76,3 @@ def candidates(samples_KE: Ints, shape: EpShape, cost: CostModel, cv_threshold: 
     copies = scale(tokens_E.tolist(), shape.num_slots, shape.num_ranks, cv_threshold)
     found.append(place(tokens_E.tolist(), copies, shape))
     return list(dict.fromkeys(found))
-
-
-def cheapest(
-    options: Iterable[Placement], samples_KE: Ints, num_ranks: int, cost: CostModel
-) -> tuple[Placement, float]:
-    """The option with the lowest price and that price, the first of equals."""
-    priced = [(price(option, samples_KE, num_ranks, cost), i, option) for i, option in enumerate(options)]
-    best = min(priced, key=lambda entry: entry[:2])
-    return best[2], best[0]

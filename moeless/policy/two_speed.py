@@ -18,14 +18,11 @@ import numpy as np
 from moeless.policy.config import BalancerConfig
 from moeless.policy.cost import CostModel
 from moeless.policy.improve import StepPrice, improve
-from moeless.policy.portfolio import candidates, price
+from moeless.policy.portfolio import candidates, rank_times, slowest_times
 from moeless.policy.types import EpShape, Floats, Ints, Placement, moves
 
-# Iterations whose mean is held against the promise.
-_NUM_RECENT = 4
-
-# Samples that stand for the new traffic after an alarm: the last few only.
-_NUM_AFTER_ALARM = 6
+# The alarm rings when this many iterations in a row exceed the promise. They are all that is known of the new traffic.
+_NUM_DRIFTED = 3
 
 # Steps of a routine plan, and of one that starts afresh.
 _FEW_STEPS = 2
@@ -53,13 +50,13 @@ class LayerState:
     next_plan: int
     wait: int
     promised: float | None = None
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_DRIFTED))
 
     def alarmed(self, drift: float) -> bool:
-        """Whether the recent iterations took longer than the plan promised, by more than the share `drift`."""
-        if self.promised is None or len(self.ratios) < _NUM_RECENT:
+        """Whether all recent iterations took longer than the plan promised, by more than the share `drift`."""
+        if self.promised is None or len(self.ratios) < _NUM_DRIFTED:
             return False
-        return sum(self.ratios) / _NUM_RECENT > self.promised * (1 + drift)
+        return min(self.ratios) > self.promised * (1 + drift)
 
 
 def update(
@@ -78,49 +75,59 @@ def update(
     alarmed = state.alarmed(config.drift)
     if not alarmed and iteration < state.next_plan:
         return
-    samples_KE = _samples(state, predicted_E, _NUM_AFTER_ALARM if alarmed else config.num_samples)
-    if samples_KE is None or not samples_KE.any():
+    if alarmed:
+        # What came before is other traffic: forget it.
+        for _ in range(len(state.window) - _NUM_DRIFTED):
+            state.window.popleft()
+    history_KE = _history(state, predicted_E)
+    if not history_KE.any():
         return
     afresh = alarmed or state.promised is None or config.needs_truth
-    step_price = StepPrice(config.min_gain, config.copy_price * cost.copy_us / config.horizon)
+    step_price = StepPrice(config.min_gain, config.copy_price * cost.copy_us / config.horizon, config.num_errors)
     before = state.target
-    state.target, time = replan(before, samples_KE, resident, shape, cost, step_price, afresh)
-    state.promised = time / max(_mean_bound(samples_KE, shape, cost), 1e-30)
+    samples_KE = thinned(history_KE, config.num_samples)
+    if afresh:
+        start = best_start(before, history_KE, samples_KE, resident, shape, cost, step_price)
+        state.target, time = improve(start, samples_KE, shape, cost, _MORE_STEPS, step_price, resident)
+    else:
+        state.target, time = improve(before, samples_KE, shape, cost, _FEW_STEPS, step_price, resident)
+    state.promised = time / max(mean_bound(samples_KE, shape, cost), 1e-30)
     if alarmed and state.target == before:
         # Nothing helps: take the level as it is, so that the alarm does not ring in every iteration.
-        state.promised = max(state.promised, sum(state.ratios) / _NUM_RECENT)
+        state.promised = max(state.promised, min(state.ratios))
     changed = afresh or state.target != before
     state.wait = config.interval if changed else min(2 * state.wait, _MAX_BACKOFF * config.interval)
     state.next_plan = iteration + state.wait
     state.ratios.clear()
 
 
-def replan(
+def best_start(
     current: Placement,
+    history_KE: Ints,
     samples_KE: Ints,
     resident: Placement,
     shape: EpShape,
     cost: CostModel,
     step_price: StepPrice,
-    afresh: bool,
-) -> tuple[Placement, float]:
-    """A few steps from `current`; or, `afresh`, from the best of `current` and the portfolio, copies priced in.
+) -> Placement:
+    """The best of `current` and the portfolio for `history_KE` on the samples, copies priced in.
 
-    Returns the placement and its mean time on the samples in us.
+    A change has to gain what `step_price` asks of a step.
     """
-    if not afresh:
-        return improve(current, samples_KE, shape, cost, _FEW_STEPS, step_price, resident)
-    best, best_value = current, np.inf
-    options = [current] + [align(option, resident, shape) for option in candidates(samples_KE, shape, cost)]
-    good_enough = 1.002 * _mean_bound(samples_KE, shape, cost)
-    for i, option in enumerate(options):
-        copies, _ = moves(resident, option)
-        value = price(option, samples_KE, shape.num_ranks, cost) + step_price.us_per_copy * len(copies)
-        if value < best_value * (1 - step_price.min_gain * (i > 0)):
-            best, best_value = option, value
+    current_K = rank_times(current, samples_KE, shape.num_ranks, cost).max(1)
+    num_copies = len(moves(resident, current)[0])
+    best, best_value, best_K = current, float(current_K.mean()), current_K
+    good_enough = 1.002 * mean_bound(samples_KE, shape, cost)
+    for option in [align(option, resident, shape) for option in candidates(history_KE, shape, cost)]:
         if best_value <= good_enough:
             break
-    return improve(best, samples_KE, shape, cost, _MORE_STEPS, step_price, resident)
+        due = step_price.us_per_copy * (len(moves(resident, option)[0]) - num_copies)
+        option_K = slowest_times(option, samples_KE, shape.num_ranks, cost, limit=best_value - due)
+        if option_K is not None and option_K.mean() + due < best_value:
+            best, best_value, best_K = option, float(option_K.mean()) + due, option_K
+    needed = step_price.num_errors * float((current_K - best_K).std()) / len(current_K) ** 0.5
+    needed += step_price.min_gain * float(current_K.mean())
+    return best if float(current_K.mean()) - best_value >= needed else current
 
 
 def align(placement: Placement, resident: Placement, shape: EpShape) -> Placement:
@@ -145,16 +152,21 @@ def align(placement: Placement, resident: Placement, shape: EpShape) -> Placemen
     return tuple(tuple(sorted(name[rank] for rank in ranks)) for ranks in placement)
 
 
-def _samples(state: LayerState, predicted_E: Floats | None, most: int) -> Ints | None:
-    """The newest observations, thinned evenly to `most`, and the prediction; None if there are neither."""
+def _history(state: LayerState, predicted_E: Floats | None) -> Ints:
+    """The observations and, as the newest, the prediction, [K, E]; possibly none."""
     rows = list(state.window)
-    if most == _NUM_AFTER_ALARM:
-        rows = rows[-most:]
-    picked = [rows[i] for i in np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int)] if rows else []
     if predicted_E is not None:
-        picked.append(np.rint(predicted_E).astype(np.int64))
-    return np.stack(picked) if picked else None
+        rows.append(np.rint(predicted_E).astype(np.int64))
+    return np.stack(rows) if rows else np.zeros((0, len(state.target)), np.int64)
 
 
-def _mean_bound(samples_KE: Ints, shape: EpShape, cost: CostModel) -> float:
+def thinned(history_KE: Ints, most: int) -> Ints:
+    """At most `most` rows, evenly spaced, the last among them."""
+    num = len(history_KE)
+    picked: Ints = history_KE[np.linspace(0, num - 1, min(most, num)).astype(int)]
+    return picked
+
+
+def mean_bound(samples_KE: Ints, shape: EpShape, cost: CostModel) -> float:
+    """Mean time over the samples that no placement can be below, us."""
     return float(cost.expert_us(samples_KE).sum(1).mean()) / shape.num_ranks
