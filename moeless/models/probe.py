@@ -27,10 +27,16 @@ class ProbedLayer:
     router_args: tuple[Any, ...]
     router_kwargs: dict[str, Any]
     """What the router is called with beside the hidden states, such as a correction bias that lies on the block."""
+    router_takes_batches: bool
+    """Whether the router is called with [B, S, H]; a few families rely on it."""
 
     def route(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Expert ids [T, K] of this layer's own router for any `x_TH` [T, H]."""
-        return self.layer.route(x_TH, *self.router_args, **self.router_kwargs)
+        return self.layer.route(self.as_called(x_TH), *self.router_args, **self.router_kwargs)
+
+    def as_called(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """`x_TH` [T, H] in the number of dimensions that the router is called with."""
+        return x_TH.unsqueeze(0) if self.router_takes_batches else x_TH
 
 
 def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -102,4 +108,5 @@ def _probed(model: PreTrainedModel, layer: MoeLayer, call: dict[str, Any]) -> Pr
         norm=norms[0] if norms else None,
         router_args=tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in call["args"]),
         router_kwargs=call["kwargs"],
+        router_takes_batches=x.dim() == 3,
     )
