@@ -135,9 +135,7 @@ def packed_attention(
         if where not in batch.masks:
             batch.masks[where] = _additive_mask(group, window, chunk, query)
         attend = _attend_one if group.num_new == 1 else _attend_many
-        outputs.append(
-            attend(query_QAD[group.rows], key_BSCD, value_BSCV, batch.masks[where], scaling, sinks, softcap)
-        )
+        outputs.append(attend(query_QAD[group.rows], key_BSCD, value_BSCV, batch.masks[where], scaling, sinks, softcap))
     output_QAV = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output_QAV.unsqueeze(0), None
 
@@ -146,7 +144,7 @@ def _reach(module: nn.Module, sliding_window: int | None) -> tuple[int | None, i
     """(sliding window, chunk size) of a layer; some families hand every layer the window and tell by layer type."""
     config: Any = module.config
     layer_types: Sequence[str] | None = getattr(config, "layer_types", None)
-    kind = layer_types[module.layer_idx] if layer_types else None  # type: ignore[index]
+    kind = layer_types[int(module.layer_idx)] if layer_types else None  # type: ignore[arg-type]
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
     return (None if kind is not None and "sliding" not in kind else sliding_window), chunk
 
