@@ -44,11 +44,12 @@ class BalancerConfig:
         num_samples: iterations of the window that a placement is priced on.
         cv_threshold: the paper's V.
         stop_when_unprofitable: add no replica that saves less time than its transfer costs (off in the paper).
-        horizon: iterations over which a copy has to earn its transfer.
+        horizon: least number of iterations over which a copy has to earn its transfer.
         copy_price: the share of a copy's time that it costs the iteration it runs beside.
         min_gain: least relative gain of a step worth making.
         num_errors: standard errors over the samples that a step has to gain.
-        drift: relative excess of the recent time over what the plan promised that calls for a new plan at once.
+        drift: relative excess of an iteration's time over what the plan promised that is still taken for noise; more
+            of it, several iterations long, calls for a new plan at once.
     """
 
     loads: Loads

@@ -106,7 +106,7 @@ class LayeredBalancer:
         state.window.append(np.array(counts_E, np.int64))
         if self.config.place == "portfolio" and counts_E.any():
             bound = self.cost.bound_us(counts_E, shares_EG.shape[1])
-            state.ratios.append(float(self.cost.rank_us(shares_EG).max()) / bound)
+            state.watch(float(self.cost.rank_us(shares_EG).max()) / bound, self.config.drift)
 
     def _loads(self, state: two_speed.LayerState, predicted_E: Floats | None) -> Floats | None:
         """The loads to plan from; the history stands in for a missing prediction. None when nothing is known yet."""

@@ -5,13 +5,13 @@ Legend: K samples, E experts, G ranks.
 Loading an expert takes longer than a layer, so a plan has two speeds: *now*, the split over what is loaded, is made
 anew from true counts in every iteration; *soon*, the placement, changes only in steps that gain more time over the
 iterations a replica is expected to live than its copy costs. A layer that found nothing to gain looks again after twice
-as long; a layer whose recent time exceeds what its plan promised looks at once (the drift alarm).
+as long, in the end from scratch; a layer whose time exceeds what its plan promised looks at once (the drift alarm).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,8 +21,9 @@ from moeless.policy.improve import StepPrice, improve
 from moeless.policy.portfolio import candidates, rank_times, slowest_times
 from moeless.policy.types import EpShape, Floats, Ints, Placement, moves
 
-# The alarm rings when this many iterations in a row exceed the promise. They are all that is known of the new traffic.
-_NUM_DRIFTED = 3
+# The alarm rings when the excess over the promise adds up to this, in shares of it, over two iterations at least:
+# at once for a change of traffic, late for a small drift, rarely for noise (Page's cumulative sum test).
+_EXCESS = 0.6
 
 # Steps of a routine plan, and of one that starts afresh.
 _FEW_STEPS = 2
@@ -39,10 +40,13 @@ class LayerState:
     Attributes:
         target: the placement wanted.
         window: the last observed counts [E] each.
-        ratios: time over lower bound of the last iterations.
-        promised: that ratio as the last plan expected it; None before the first plan.
+        promised: time over lower bound as the last plan expected it; None before the first plan.
         next_plan: the iteration of the next routine plan.
         wait: iterations from one routine plan to the next.
+        settled: whether all of `target` was resident when the layer was last planned.
+        excess: the sum of the alarm.
+        num_drifted: iterations that `excess` has been above 0.
+        stable_since: the iteration of the first plan or the last alarm.
     """
 
     target: Placement
@@ -50,13 +54,24 @@ class LayerState:
     next_plan: int
     wait: int
     promised: float | None = None
-    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_DRIFTED))
+    settled: bool = True
+    excess: float = 0.0
+    num_drifted: int = 0
+    stable_since: int = 0
 
-    def alarmed(self, drift: float) -> bool:
-        """Whether all recent iterations took longer than the plan promised, by more than the share `drift`."""
-        if self.promised is None or len(self.ratios) < _NUM_DRIFTED:
-            return False
-        return min(self.ratios) > self.promised * (1 + drift)
+    def watch(self, ratio: float, drift: float) -> None:
+        """Hold one iteration's time over its bound against the promise; not while copies are still on their way."""
+        if self.promised is None or not self.settled:
+            return
+        self.excess += ratio / self.promised - 1 - drift
+        self.num_drifted += 1
+        if self.excess <= 0:
+            self.excess, self.num_drifted = 0.0, 0
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether the traffic has changed since the last plan."""
+        return self.excess > _EXCESS and self.num_drifted > 1
 
 
 def update(
@@ -72,18 +87,23 @@ def update(
 
     A prediction counts as one more sample: the newest. Without any history it is the only one.
     """
-    alarmed = state.alarmed(config.drift)
+    state.settled = not moves(resident, state.target)[0]
+    alarmed = state.alarmed
     if not alarmed and iteration < state.next_plan:
         return
     if alarmed:
         # What came before is other traffic: forget it.
-        for _ in range(len(state.window) - _NUM_DRIFTED):
+        for _ in range(len(state.window) - state.num_drifted):
             state.window.popleft()
     history_KE = _history(state, predicted_E)
     if not history_KE.any():
         return
-    afresh = alarmed or state.promised is None or config.needs_truth
-    step_price = StepPrice(config.min_gain, config.copy_price * cost.copy_us / config.horizon, config.num_errors)
+    if alarmed or state.promised is None:
+        state.stable_since = iteration
+    afresh = alarmed or state.promised is None or config.needs_truth or state.wait >= _MAX_BACKOFF * config.interval
+    # Traffic that has been stable for long is expected to stay so for as long again.
+    horizon = max(config.horizon, iteration - state.stable_since)
+    step_price = StepPrice(config.min_gain, config.copy_price * cost.copy_us / horizon, config.num_errors)
     before = state.target
     samples_KE = thinned(history_KE, config.num_samples)
     if afresh:
@@ -92,13 +112,10 @@ def update(
     else:
         state.target, time = improve(before, samples_KE, shape, cost, _FEW_STEPS, step_price, resident)
     state.promised = time / max(mean_bound(samples_KE, shape, cost), 1e-30)
-    if alarmed and state.target == before:
-        # Nothing helps: take the level as it is, so that the alarm does not ring in every iteration.
-        state.promised = max(state.promised, min(state.ratios))
-    changed = afresh or state.target != before
+    changed = alarmed or state.target != before
     state.wait = config.interval if changed else min(2 * state.wait, _MAX_BACKOFF * config.interval)
     state.next_plan = iteration + state.wait
-    state.ratios.clear()
+    state.excess, state.num_drifted = 0.0, 0
 
 
 def best_start(
