@@ -47,6 +47,14 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
+def require_writable(folder: Path) -> None:
+    """Raise `DataError` before a long job, rather than after it, when `folder` cannot be made or written."""
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        reason = "not writable" if existing.is_dir() else "not a folder"
+        raise DataError(f"cannot write to {str(folder)!r}: {str(existing)!r} is {reason}; choose another folder")
+
+
 def require_free_bytes(folder: Path, num_bytes: int, purpose: str) -> None:
     """Raise `CapacityError` before a long job, rather than in it, when `folder`'s disk cannot hold `num_bytes`."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())

@@ -25,6 +25,12 @@ class ModelConfig(Config):
         default="none",
         group=_GROUP,
     )
+    cpu_memory_gb: float | None = option(
+        "CPU memory that --device-map auto may fill with weights before it goes to disk.",
+        default=None,
+        minimum=0,
+        group=_GROUP,
+    )
     offload_dir: str | None = option(
         "Folder for weights that --device-map auto puts on disk.", default=None, group=_GROUP
     )
@@ -38,8 +44,9 @@ class ModelConfig(Config):
         super().__post_init__()
         if self.device_map == "auto" and self.device != "auto":
             raise UsageError(f"--device {self.device} has no effect with --device-map auto; give one of the two")
-        if self.offload_dir is not None and self.device_map == "none":
-            raise UsageError("--offload-dir has no effect without --device-map auto")
+        for name, value in (("--offload-dir", self.offload_dir), ("--cpu-memory-gb", self.cpu_memory_gb)):
+            if value is not None and self.device_map == "none":
+                raise UsageError(f"{name} has no effect without --device-map auto")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,6 +177,10 @@ def pick_device(name: str) -> torch.device:
 def _placement(config: ModelConfig) -> dict[str, Any]:
     if config.device_map == "auto":
         options: dict[str, Any] = {"device_map": "auto"}
+        if config.cpu_memory_gb is not None:
+            num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+            free = {index: torch.cuda.mem_get_info(index)[0] for index in range(num_accelerators)}
+            options |= {"max_memory": {**free, "cpu": int(config.cpu_memory_gb * 1e9)}}
         if config.offload_dir is not None:
             options |= {"offload_folder": config.offload_dir}
         return options

@@ -201,7 +201,8 @@ def _collect(
     chosen = slice(None) if keep is None else keep
 
     def column(passes: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(passes[skip_passes:]).to("cpu")[chosen]
+        # The empty head keeps the shape where every sequence ends with its first token.
+        return torch.cat([passes[0][:0], *passes[skip_passes:]]).to("cpu")[chosen]
 
     channels = {"gate_input": [column(t.gate_input) for t in taps], "ids": [column(t.ids).short() for t in taps]}
     if all(t.residual for t in taps):

@@ -116,6 +116,9 @@ def _read_stream(corpus: Corpus, name: str, text: str, suffix: str = "") -> None
 
 def _read_json_array(corpus: Corpus, name: str, text: str) -> None:
     items, error = parse_cut_json_array(text)
+    if error and not items:  # not an array at all, perhaps lines that begin with a bracket
+        _read_json_lines(corpus, name, text)
+        return
     before = len(corpus.documents)
     for index, item in enumerate(items):
         _add_row(corpus, f"{name}:item {index + 1}", item)

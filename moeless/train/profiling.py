@@ -13,7 +13,7 @@ import torch
 from moeless.config.model import CaptureConfig
 from moeless.config.profile import ProfileConfig
 from moeless.errors import UsageError
-from moeless.files import require_free_bytes, write_json
+from moeless.files import require_free_bytes, require_writable, write_json
 from moeless.models.checkpoint import LoadedModel, config_hash, load_model
 from moeless.models.probe import probe_layers
 from moeless.result import result_header
@@ -35,6 +35,7 @@ def run_profile(config: ProfileConfig) -> dict[str, Any]:
     Raises:
         MoelessError: unusable model or data, distances beyond the model's depth, or a full disk.
     """
+    require_writable(config.out)
     loaded = load_model(config)
     if config.distances[-1] >= len(loaded.layers):
         raise UsageError(
