@@ -109,11 +109,20 @@ def run_methods(
 
 
 def _method(config: SimulateConfig, method: BalancerConfig) -> BalancerConfig:
-    """A balancer with this run's threshold. Free copies cost nothing, so plans follow every prediction."""
+    """A balancer with this run's threshold and interval.
+
+    Free copies cost nothing, so plans are made anew from every prediction; and when that is the truth, from it alone.
+    """
     method = replace(method, cv_threshold=config.cv_threshold)
-    if config.copies == "free" and method.loads == "predicted":
-        method = replace(method, copy_price=0.0, min_gain=0.0, interval=0)
-    return method
+    if config.interval is not None and method.interval > 0:
+        method = replace(method, interval=config.interval)
+    if config.copies == "timed" or method.loads != "predicted":
+        return method
+    method = replace(method, copy_price=0.0, min_gain=0.0)
+    if config.predictor_name == "history":
+        return method
+    loads = "true" if config.predictor_name == "actual" else method.loads
+    return replace(method, loads=loads, interval=0)
 
 
 def _history_run(
@@ -122,8 +131,8 @@ def _history_run(
     """moeless-roofline without predictions, to tell what they are worth; None where the rows have none anyway."""
     if config.predictor_name == "history" or "moeless-roofline" not in config.balancer_names:
         return None
-    methods = {name: _method(config, BALANCERS[name]) for name in ("static", "moeless-roofline")}
     plain = replace(config, predictor="history")
+    methods = {name: _method(plain, BALANCERS[name]) for name in ("static", "moeless-roofline")}
     runs = run_methods(plain, workload, machine, methods, advance)
     return _rows(plain, workload, machine, methods, runs)[1]
 

@@ -7,15 +7,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+_MOVED = "bytes_moved_per_iteration"
+
 
 def print_simulate(result: dict[str, Any]) -> None:
     """Print the comparison, the sweeps and the verdict."""
     console = Console()
     routes, machine = result["routes"], result["machine"]
+    sizes = f"{routes['layers']} layers x {routes['experts']} experts on {machine['ranks']} ranks"
     console.print(
         f"[bold]simulated[/bold], not measured: {routes['name']}, {routes['workload']}; "
-        f"{routes['iterations']} iterations of {routes['tokens_per_iteration']:g} tokens, {routes['layers']} layers x {routes['experts']} experts on "
-        f"{machine['ranks']} ranks, {machine['slots_per_layer']} slots a layer",
+        f"{routes['iterations']} iterations of {routes['tokens_per_iteration']:g} tokens, {sizes}, "
+        f"{machine['slots_per_layer']} slots a layer",
         highlight=False,
     )
     console.print(
@@ -23,7 +26,8 @@ def print_simulate(result: dict[str, Any]) -> None:
         f"one expert: {machine['expert_bytes'] / 1e6:.1f} MB, copied in {machine['copy_us'] / 1e3:.2f} ms",
         highlight=False,
     )
-    console.print(_main_table(result["balancers"]))
+    console.print(_time_table(result["balancers"]))
+    console.print(_cost_table(result["balancers"]))
     for sweep in dict.fromkeys(point["sweep"] for point in result["sweeps"]):
         console.print(_sweep_table(sweep, [point for point in result["sweeps"] if point["sweep"] == sweep]))
     if "switch" in result:
@@ -37,57 +41,55 @@ def print_simulate(result: dict[str, Any]) -> None:
         console.print(found["prediction_reason"], highlight=False)
 
 
-def _main_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table()
-    table.add_column("balancer", no_wrap=True)
-    for name in (
-        "max/mean",
-        "layer ms",
-        "p99",
-        "gap closed",
-        "replicas",
-        "billed",
-        "resident",
-        "MB/iter",
-        "cold",
-        "late %",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+def _time_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("balancer", "max/mean", "layer us", "p99", "x bound", "gap closed", "replicas")
     for row in rows:
-        starts = row["warm"] + row["late"]
-        table.add_row(
-            row["name"] + (" (lossy)" if row["lossy"] else ""),
-            f"{row['max_over_mean']:.3f}",
-            f"{row['layer_ms']['mean']:.4f}",
-            f"{row['layer_ms']['p99']:.4f}",
-            "-" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}",
-            f"{row['replicas_mean']:.1f}",
-            f"{row['billed_gb_s']:.3g}",
-            f"{row['resident_gb_s']:.3g}",
-            f"{row['bytes_moved_per_iteration'] / 1e6:.1f}",
-            str(row["cold"]),
-            f"{100 * row['late'] / starts:.1f}" if starts else "-",
-        )
-    table.caption = "billed, resident: GB·s; MB/iter after warm-up; late: wanted replicas not there in time"
+        times = [f"{1e3 * row['layer_ms'][key]:.1f}" for key in ("mean", "p99")]
+        gap = "-" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
+        name = row["name"] + (" (lossy)" if row["lossy"] else "")
+        bound = f"{row['time_over_bound']:.3f}"
+        table.add_row(name, f"{row['max_over_mean']:.3f}", *times, bound, gap, f"{row['replicas_mean']:.1f}")
+    return table
+
+
+def _cost_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("balancer", "billed GB·s", "resident GB·s", "MB/iter", "last 1/4", "warm", "cold", "late")
+    for row in rows:
+        cost = (f"{row['billed_gb_s']:.3g}", f"{row['resident_gb_s']:.3g}")
+        moved = [f"{row[key] / 1e6:.1f}" for key in (_MOVED, _MOVED + "_last_quarter")]
+        table.add_row(row["name"], *cost, *moved, *(str(row[key]) for key in ("warm", "cold", "late")))
+    table.caption = (
+        "billed: a layer's live replicas x that layer's time; resident: everything in memory x wall time; "
+        "late: wanted replicas that were not there in time"
+    )
     return table
 
 
 def _sweep_table(sweep: str, points: list[dict[str, Any]]) -> Table:
-    """Mean layer time of every balancer, and the replicas of the paper's, by the swept value."""
-    table = Table(title="layer ms (replicas a layer) by " + sweep)
+    """Mean layer time of every balancer by the swept value, with the replicas where these are the point."""
     if sweep == "ablation":
-        for name in ("variant", "layer ms", "max/mean", "replicas"):
-            table.add_column(name, justify="left" if name == "variant" else "right")
+        table = _table("variant", "layer us", "max/mean", "replicas")
         for row in points[0]["balancers"]:
-            numbers = (f"{row['layer_ms']:.4f}", f"{row['max_over_mean']:.3f}", f"{row['replicas_mean']:.1f}")
+            numbers = (f"{1e3 * row['layer_ms']:.1f}", f"{row['max_over_mean']:.3f}", f"{row['replicas_mean']:.1f}")
             table.add_row(row["name"], *numbers)
         return table
-    table.add_column(sweep)
-    for row in points[0]["balancers"]:
-        table.add_column(row["name"], justify="right")
+    with_replicas = sweep == "cv-threshold"
+    table = _table(sweep, *(row["name"] for row in points[0]["balancers"]))
+    table.title = f"layer us by {sweep}" + (" (replicas a layer)" if with_replicas else "")
     for point in points:
-        cells = [f"{row['layer_ms']:.4f} ({row['replicas_mean']:.1f})" for row in point["balancers"]]
+        cells = []
+        for row in point["balancers"]:
+            replicas = f" ({row['replicas_mean']:.1f})" if with_replicas else ""
+            cells.append(f"{1e3 * row['layer_ms']:.1f}{replicas}")
         table.add_row(str(point["value"]), *cells)
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(caption_justify="left")
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right")
     return table
 
 

@@ -22,7 +22,7 @@ ABLATION = {
     "moeless": _PAPER,
     "w/o pred": replace(_PAPER, loads="history"),
     "w/o scale": replace(_PAPER, scale="none"),
-    "w/o place": replace(_PAPER, place="eplb"),
+    "w/o place": replace(_PAPER, place="static"),
     "w/o pred + scale + place": replace(_PAPER, loads="history", scale="none", place="static"),
 }
 

@@ -95,7 +95,11 @@ class SimulateConfig(Config):
         "cold: no expert is in memory at first (scale from zero).", default="warm", group="Machine"
     )
 
-    balancers: str = option("Methods to compare.", default=",".join(BALANCER_NAMES), group="Balancing")
+    balancers: str = option(
+        f"Methods to compare with static, out of {', '.join(BALANCER_NAMES)}.",
+        default="static,eplb,metro,oracle,moeless,moeless-roofline",
+        group="Balancing",
+    )
     predictor: str = option(
         "Where predicted loads come from: history, recorded, actual, noisy:S (the truth with a share S of error) or "
         "conditional (experts of layer l+d that follow those of layer l, learnt on half of the sequences).",
@@ -105,6 +109,12 @@ class SimulateConfig(Config):
     distance: int = option("Prediction distance d in layers.", default=1, minimum=1, group="Balancing")
     slots_per_layer: int | None = option(
         "Room for replicas of a layer over all ranks (default: one spare slot a rank).",
+        default=None,
+        minimum=1,
+        group="Balancing",
+    )
+    interval: int | None = option(
+        "Iterations between plans of methods that plan now and then (default: each method's own).",
         default=None,
         minimum=1,
         group="Balancing",
