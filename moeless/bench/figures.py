@@ -1,0 +1,61 @@
+"""Drawing with matplotlib when it is installed: one look, files written whole, no window ever opened."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moeless.files import replacing
+
+_COLOURS = {
+    "static": "tab:gray",
+    "eplb": "tab:orange",
+    "metro": "tab:brown",
+    "oracle": "tab:pink",
+    "bound": "tab:green",
+    "moeless": "tab:blue",
+    "moeless-roofline": "tab:red",
+}
+
+
+@dataclass(slots=True)
+class Figures:
+    """Makes figures and writes them to one folder."""
+
+    out: Path
+    written: list[Path] = field(default_factory=list)
+
+    def new(self, num_panels: int, *, width: float, stacked: bool = False) -> tuple[Any, list[Any]]:
+        """A figure `width` inches wide and its panels, side by side or stacked."""
+        from matplotlib.figure import Figure
+
+        rows, columns = (num_panels, 1) if stacked else (1, num_panels)
+        figure = Figure(figsize=(width, 2.8 * rows + 1.0), layout="constrained")
+        panels = figure.subplots(rows, columns, sharex=stacked, squeeze=False).ravel().tolist()
+        for panel in panels:
+            panel.spines[["top", "right"]].set_visible(False)
+        return figure, panels
+
+    def save(self, figure: Any, name: str) -> None:
+        """Write a PNG."""
+        path = self.out / name
+        with replacing(path) as partial:
+            figure.savefig(partial, format="png", dpi=110)
+        self.written.append(path)
+
+
+def open_figures(out: Path) -> Figures | None:
+    """Figures for the folder `out`, or None, saying so on stderr, when matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("moeless: no pictures: matplotlib is not installed (pip install 'moeless[plot]')", file=sys.stderr)
+        return None
+    return Figures(out)
+
+
+def colours(rows: list[dict[str, Any]]) -> list[str]:
+    """One colour a row: the same for a balancer in every picture, others from the cycle."""
+    return [_COLOURS.get(row["name"], f"C{i}") for i, row in enumerate(rows)]
