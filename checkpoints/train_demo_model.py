@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
@@ -204,20 +205,16 @@ class Trainer:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value.reshape(1) if value.dim() == 0 else value
         partial = self.state_path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"step": str(self.step), "num_steps": str(self.num_steps)})
+        save_file(tensors, partial, metadata={"step": str(self.step)})
         partial.replace(self.state_path)
 
     def resume(self) -> None:
-        from safetensors import safe_open
-
+        """Go on where a run stopped; with other --tokens the learning rate follows the new schedule from there."""
         if not self.state_path.exists():
             return
         with safe_open(self.state_path, "pt") as file:
-            metadata = file.metadata()
-        if int(metadata["num_steps"]) != self.num_steps:
-            sys.exit(f"{self.state_path} belongs to a run of {metadata['num_steps']} steps, not {self.num_steps}")
+            self.step = int(file.metadata()["step"])
         tensors = load_file(self.state_path)
-        self.step = int(metadata["step"])
         for name, parameter in self.model.named_parameters():
             parameter.data.copy_(tensors[f"model.{name}"])
             state = {k: tensors[f"optimizer.{k}.{name}"] for k in ("exp_avg", "exp_avg_sq")}

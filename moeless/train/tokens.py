@@ -87,7 +87,11 @@ def _encode_messages(messages: list[Message], tokenizer: Any, add_generation_pro
     if getattr(tokenizer, "chat_template", None) is not None:
         try:
             return tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, add_generation_prompt=add_generation_prompt
+                messages,
+                tokenize=True,
+                return_dict=True,
+                add_generation_prompt=add_generation_prompt,
+                tokenizer_kwargs={"verbose": False},
             )["input_ids"]
         except (jinja2.TemplateError, TypeError, ValueError):
             pass
