@@ -76,8 +76,13 @@ class CostModel:
         return slowest + self.latency_us if slowest > 0 else 0.0
 
     def bound_us(self, counts_E: NDArray[np.generic], num_ranks: int) -> float:
-        """Time that no division over `num_ranks` can be below: single launches, perfectly divided."""
-        return float(self.expert_us(counts_E).sum()) / num_ranks
+        """A time that no placement and split over `num_ranks` can be below; for counts [K, E] the mean over K.
+
+        The work of undivided experts spread perfectly, or, for few tokens, the floors of the most launches on a rank.
+        """
+        counts = np.atleast_2d(counts_E)
+        launches = -(-np.count_nonzero(counts, axis=1) // num_ranks)
+        return float(np.maximum(self.expert_us(counts).sum(1) / num_ranks, launches * self.floor_us).mean())
 
 
 # The paper's T = alpha W in units of tokens: balances the number of tokens, whatever they cost.

@@ -53,7 +53,7 @@ def improve(
         num_tries: screened steps that are priced for each step made.
     """
     resident = placement if resident is None else resident
-    bound = float(cost.expert_us(samples_KE).sum(1).mean()) / shape.num_ranks
+    bound = cost.bound_us(samples_KE, shape.num_ranks)
     probes_KE = samples_KE[:: max(1, len(samples_KE) // _NUM_PROBES)]
     times_KG = rank_times(placement, samples_KE, shape.num_ranks, cost)
     num_copies = len(moves(resident, placement)[0])
@@ -123,7 +123,7 @@ def _swaps(
     receiver = np.where(moved_K > 0, times_KG[:, target], times_KG[:, source])
     # The level falls by the load moved times the difference in pressure, unless the receiver then overshoots it.
     room = times_KG.max(1, keepdims=True) - receiver - np.abs(moved_K)
-    gain = np.minimum(moved_K * (pressure_KG[:, source] - pressure_KG[:, target]), room).mean(0)
+    gain = _rounded(np.minimum(moved_K * (pressure_KG[:, source] - pressure_KG[:, target]), room).mean(0))
     found = []
     for t in np.argsort(-gain, kind="stable")[:most].tolist():
         changes = [(int(expert_R[i[t]]), int(source[t]), int(target[t]))]
@@ -149,6 +149,7 @@ def _additions(
     gap_KEG = np.maximum(slowest_KE[:, :, None] - times_KG[:, None, :], 0) * 0.5
     flow_KEG = np.minimum((loads_KE / copies_E)[:, :, None], gap_KEG)
     gain_EG = (flow_KEG * np.maximum(pressure_KE[:, :, None] - pressure_KG[:, None, :], 0)).mean(0)
+    gain_EG = _rounded(gain_EG)
     gain_EG[on_EG] = -1.0
     has_room = num_replicas(placement) < shape.num_slots
     used_G = on_EG.sum(0)
@@ -165,6 +166,11 @@ def _additions(
             lost = 0.05 * float(loads_KE[:, spare].mean())
             found.append((gain - lost, _changed(placement, [(expert, -1, rank), (spare, rank, -1)])))
     return found
+
+
+def _rounded(gain_us: Floats) -> Floats:
+    """Gains without their last digits, in which processors with other vector units differ: ties stay ties."""
+    return np.round(gain_us, 6)
 
 
 def _changed(placement: Placement, changes: list[tuple[int, int, int]]) -> Placement:

@@ -9,7 +9,7 @@ work: it cannot carry surplus round a ring, and picks bad plans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -46,7 +46,7 @@ def slowest_times(
     placement: Placement, samples_KE: Ints, num_ranks: int, cost: CostModel, limit: float = np.inf
 ) -> Floats | None:
     """Time of the slowest rank in each sample [K], us; None as soon as their mean is sure to exceed `limit`."""
-    bounds = (cost.expert_us(samples_KE).sum(1) / num_ranks).tolist()
+    bounds = [cost.bound_us(counts_E, num_ranks) for counts_E in samples_KE]
     most = limit * len(samples_KE) - sum(bounds)
     layout = Layout(placement, num_ranks)
     times = []
@@ -64,15 +64,16 @@ def weights_of(samples_KE: Ints, cost: CostModel) -> list[float]:
     return weights
 
 
-def candidates(history_KE: Ints, shape: EpShape, cost: CostModel, cv_threshold: float = 0.2) -> list[Placement]:
-    """The portfolio for mean loads of `history_KE`, without repetitions; the first of equals is preferred."""
+def candidates(history_KE: Ints, shape: EpShape, cost: CostModel, cv_threshold: float = 0.2) -> Iterator[Placement]:
+    """The portfolio for the mean loads of `history_KE`, the likeliest best first, made as they are asked for."""
     weights = weights_of(history_KE, cost)
+    for most in dict.fromkeys((2, 3, shape.num_ranks)):
+        yield ring(weights, shape, most)
+    for most in dict.fromkeys((2, shape.num_ranks)):
+        yield packing(weights, shape, most)
+    yield static_placement(shape.num_experts, shape.num_ranks)
     tokens_E = history_KE.mean(0)
-    found = [static_placement(shape.num_experts, shape.num_ranks)]
-    found += [ring(weights, shape, most) for most in (2, 3, shape.num_ranks)]
-    found += [packing(weights, shape, most) for most in (2, shape.num_ranks)]
     if shape.num_slots % shape.num_ranks == 0 and shape.num_experts % shape.num_groups == 0:
-        found.append(eplb(tokens_E, shape).placement)
+        yield eplb(tokens_E, shape).placement
     copies = scale(tokens_E.tolist(), shape.num_slots, shape.num_ranks, cv_threshold)
-    found.append(place(tokens_E.tolist(), copies, shape))
-    return list(dict.fromkeys(found))
+    yield place(tokens_E.tolist(), copies, shape)

@@ -62,7 +62,8 @@ def solve(counts_E: Ints, layout: Layout, cost: CostModel, repairs: int) -> tupl
     base = np.bincount(layout.fixed_rank, weights=time_E[layout.fixed_E], minlength=layout.num_ranks).tolist()
     tokens: list[int] = counts_E[layout.movable_E].tolist()
     whole: list[float] = time_E[layout.movable_E].tolist()
-    bound = max(max(base), (sum(base) + sum(whole)) / layout.num_ranks)
+    launches = -(-int(np.count_nonzero(counts_E)) // layout.num_ranks)
+    bound = max(max(base), (sum(base) + sum(whole)) / layout.num_ranks, launches * floor)
     search = Refit(base, tokens, layout, floor, alpha, beta, bound)
     big = [alpha * n > floor for n in tokens]
     units = metro_units(counts_E, layout) if not all(big) else None

@@ -15,9 +15,10 @@ from moeless.policy.types import Ints
 def home(counts_E: Ints, layout: Layout) -> Ints:
     """All tokens of an expert to its first replica."""
     layout.check(counts_E)
-    first_R = layout.share_low_R == 0
+    table = layout.even_table
+    first_R = table.low_R == 0
     shares_EG = np.zeros(layout.num_experts * layout.num_ranks, np.int64)
-    shares_EG[layout.slot_flat_R[first_R]] = counts_E[layout.slot_expert_R[first_R]]
+    shares_EG[table.flat_R[first_R]] = counts_E[table.expert_R[first_R]]
     return shares_EG.reshape(layout.num_experts, layout.num_ranks)
 
 
@@ -27,12 +28,12 @@ def even(counts_E: Ints, layout: Layout) -> Ints:
     Odd tokens start at another replica for every expert, so that they do not pile up on the lowest ranks.
     """
     layout.check(counts_E)
-    counts_R, total_R = counts_E[layout.slot_expert_R], layout.share_total_R
-    turn_R = layout.slot_expert_R % total_R
-    until_R = (counts_R * layout.share_high_R + turn_R) // total_R
-    tokens_R = until_R - (counts_R * layout.share_low_R + turn_R) // total_R
+    table = layout.even_table
+    counts_R, total_R = counts_E[table.expert_R], table.total_R
+    turn_R = table.expert_R % total_R
+    tokens_R = (counts_R * table.high_R + turn_R) // total_R - (counts_R * table.low_R + turn_R) // total_R
     shares_EG = np.zeros(layout.num_experts * layout.num_ranks, np.int64)
-    shares_EG[layout.slot_flat_R] = tokens_R
+    shares_EG[table.flat_R] = tokens_R
     return shares_EG.reshape(layout.num_experts, layout.num_ranks)
 
 

@@ -108,10 +108,11 @@ def update(
     samples_KE = thinned(history_KE, config.num_samples)
     if afresh:
         start = best_start(before, history_KE, samples_KE, resident, shape, cost, step_price)
-        state.target, time = improve(start, samples_KE, shape, cost, _MORE_STEPS, step_price, resident)
+        steps = 0 if config.needs_truth else _MORE_STEPS
+        state.target, time = improve(start, samples_KE, shape, cost, steps, step_price, resident)
     else:
         state.target, time = improve(before, samples_KE, shape, cost, _FEW_STEPS, step_price, resident)
-    state.promised = time / max(mean_bound(samples_KE, shape, cost), 1e-30)
+    state.promised = time / max(cost.bound_us(samples_KE, shape.num_ranks), 1e-30)
     changed = alarmed or state.target != before
     state.wait = config.interval if changed else min(2 * state.wait, _MAX_BACKOFF * config.interval)
     state.next_plan = iteration + state.wait
@@ -134,10 +135,11 @@ def best_start(
     current_K = rank_times(current, samples_KE, shape.num_ranks, cost).max(1)
     num_copies = len(moves(resident, current)[0])
     best, best_value, best_K = current, float(current_K.mean()), current_K
-    good_enough = 1.002 * mean_bound(samples_KE, shape, cost)
-    for option in [align(option, resident, shape) for option in candidates(history_KE, shape, cost)]:
+    good_enough = 1.002 * cost.bound_us(samples_KE, shape.num_ranks)
+    for candidate in candidates(history_KE, shape, cost):
         if best_value <= good_enough:
             break
+        option = align(candidate, resident, shape) if step_price.us_per_copy > 0 else candidate
         due = step_price.us_per_copy * (len(moves(resident, option)[0]) - num_copies)
         option_K = slowest_times(option, samples_KE, shape.num_ranks, cost, limit=best_value - due)
         if option_K is not None and option_K.mean() + due < best_value:
@@ -150,8 +152,8 @@ def best_start(
 def align(placement: Placement, resident: Placement, shape: EpShape) -> Placement:
     """`placement` with its ranks renamed so that more of it is resident: ranks are alike, copies are not free.
 
-    Greedy: the pair of ranks with most experts in common first (ties: lowest index). Ranks of different nodes are not
-    alike, so with several nodes only ranks of the same position in the nodes' order are exchanged: none.
+    Greedy: the pair of ranks with most experts in common first (ties: lowest index). With several nodes ranks are not
+    alike, and keep their names.
     """
     if shape.num_nodes > 1:
         return placement
@@ -182,8 +184,3 @@ def thinned(history_KE: Ints, most: int) -> Ints:
     num = len(history_KE)
     picked: Ints = history_KE[np.linspace(0, num - 1, min(most, num)).astype(int)]
     return picked
-
-
-def mean_bound(samples_KE: Ints, shape: EpShape, cost: CostModel) -> float:
-    """Mean time over the samples that no placement can be below, us."""
-    return float(cost.expert_us(samples_KE).sum(1).mean()) / shape.num_ranks
