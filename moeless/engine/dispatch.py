@@ -1,8 +1,9 @@
 """Rows to the ranks that compute them and back, driven by a table every rank already has.
 
 All ranks know every rank's counts and the split before a row is sent, so each knows how many rows of which expert it
-sends to and gets from whom (`moeless.policy.deal`), and nothing is negotiated. Each pair is computed exactly once; the weighted sum over a token's experts runs in slot order, so it does not depend on who
-computed what (transformers' grouped path sums in the same order).
+sends to and gets from whom (`moeless.policy.deal`), and nothing is negotiated. Each pair is computed exactly once. The
+weighted sum over a token's experts runs in slot order, as in transformers' grouped path, so it does not depend on who
+computed what.
 
 Legend: T tokens, K experts a token, N = T*K pairs held here, E experts, G ranks, R rows received, H hidden.
 """
@@ -111,6 +112,6 @@ def moe_reference(
     return out_TH
 
 
-def balanced_ids(num_tokens: int, top_k: int, num_experts: int, first: int) -> torch.Tensor:
-    """Ids [T, K] dealt round robin from expert `first`: what the lossy `oracle` computes instead of the router's."""
-    return (first + torch.arange(num_tokens * top_k).view(num_tokens, top_k)) % num_experts
+def balanced_ids(ids_TK: torch.Tensor, num_experts: int, first: int) -> torch.Tensor:
+    """Ids dealt round robin from expert `first` in place of the router's: what the lossy `oracle` computes."""
+    return (first + torch.arange(ids_TK.numel(), device=ids_TK.device).view(ids_TK.shape)) % num_experts

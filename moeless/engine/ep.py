@@ -37,12 +37,17 @@ class Control:
         stop: 1 if any rank wants all of them to end.
         generation: count of membership changes; a higher one than one's own means a new group is to be formed.
         time_us: the clock of rank 0, microseconds; others pass 0. Whatever feeds a plan reads this clock only.
+        heard: number of the front end's last message that arrived.
+        least_heard: minus the same, so that its maximum tells the least. Ranks may sleep only when all have heard the
+            same, or one would wake for a message that another heard before it fell asleep, and wait for it in vain.
     """
 
     has_work: int = 0
     stop: int = 0
     generation: int = 0
     time_us: int = 0
+    heard: int = 0
+    least_heard: int = 0
 
 
 class RankGroup(Protocol):
@@ -158,7 +163,7 @@ class EpGroup:
         """See `RankGroup`. Raises `RankError`."""
         table_GC = row_C.new_empty(self.size, len(row_C), device=self.device)
         with self._naming("exchanging expert counts"):
-            dist.all_gather_into_tensor(table_GC, row_C.to(self.device), group=self._payload)
+            dist.all_gather(list(table_GC.unbind(0)), row_C.to(self.device), group=self._payload)
             return table_GC.cpu()
 
     def start_all_to_all(

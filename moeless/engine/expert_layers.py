@@ -1,0 +1,149 @@
+"""The expert layers of one model on one rank, put together: what the engine holds and steps.
+
+layers = build_expert_layers(loaded.model, loaded.layers, store, group, balancer="moeless-roofline")
+layers.begin_step(control.time_us)   # every rank, every step
+model(...)                           # or, on a rank without tokens: layers.idle_step()
+layers.end_step("decode", num_tokens=8)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from moeless.engine.controller import ExpertController, Predictor
+from moeless.engine.ep import RankGroup
+from moeless.engine.expert_pool import ExpertPool
+from moeless.engine.moe_block import MoeBlock, StageTimer
+from moeless.engine.residency import Residency
+from moeless.models.expert_store import ExpertSource
+from moeless.models.family import MoeLayer
+from moeless.policy.balancers import Balancer, make_balancer
+from moeless.policy.config import BalancerConfig
+from moeless.policy.cost import CostModel, resident_gbs
+from moeless.policy.types import EpShape
+from moeless.trace.recorder import Recorder
+from moeless.trace.routes import Phase
+
+# Until a device is measured (`moeless bench layers --calibrate`) tokens are what is balanced, as in the paper.
+DEFAULT_COST = CostModel()
+
+
+class ExpertLayers:
+    """The blocks of a model with what they share."""
+
+    def __init__(
+        self,
+        blocks: list[MoeBlock],
+        pool: ExpertPool,
+        controller: ExpertController,
+        timer: StageTimer,
+        recorder: Recorder | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """Use `build_expert_layers`."""
+        self.blocks, self.pool, self.controller, self.timer = blocks, pool, controller, timer
+        self._recorder, self._clock = recorder, clock
+        self._begin_s = self._metered_s = clock()
+
+    def load_initial(self) -> None:
+        """Load the experts of the initial placement and wait for them, if all fit in the ranks' memory together."""
+        self.controller.load_initial()
+        self.pool.wait_idle()
+
+    def begin_step(self, time_us: int) -> None:
+        """Start an iteration; `time_us` is the shared clock (`Control.time_us`)."""
+        now_s = self._clock()
+        meters = self.controller.meters
+        wall_us = (now_s - self._metered_s) * 1e6
+        meters.resident_gb_s += resident_gbs(1, wall_us, self.pool.resident_bytes)
+        self._begin_s = self._metered_s = now_s
+        self.controller.begin_step(time_us)
+
+    def idle_step(self) -> None:
+        """Take part in every layer without tokens."""
+        with torch.inference_mode():
+            for block in self.blocks:
+                block.idle()
+
+    def end_step(self, phase: Phase, num_tokens: int) -> None:
+        """End an iteration of `num_tokens` tokens over all ranks."""
+        if self._recorder is not None:
+            duration_s = self._clock() - self._begin_s
+            self._recorder.end_iteration(phase=phase, num_tokens=num_tokens, duration_s=duration_s)
+
+    def metrics(self) -> dict[str, Any]:
+        """Plain numbers for reports; `pool` and times are this rank's, the rest is the same on all."""
+        pool = self.pool
+        return {
+            **self.controller.meters.as_dict(),
+            "pool": {**vars(pool.stats), "num_slots": pool.num_slots, "resident_bytes": pool.resident_bytes},
+            "stage_s": dict(self.timer.seconds),
+        }
+
+    def close(self) -> None:
+        """Stop the loader; safe to call twice."""
+        self.pool.close()
+
+
+def build_expert_layers(
+    model: PreTrainedModel | None,
+    layers: Sequence[MoeLayer],
+    source: ExpertSource,
+    group: RankGroup,
+    *,
+    balancer: str | BalancerConfig | Balancer = "moeless-roofline",
+    cost: CostModel = DEFAULT_COST,
+    num_slots: int | None = None,
+    budget_bytes: int | None = None,
+    predictors: Sequence[Predictor | None] = (),
+    distance: int = 1,
+    keep_alive_s: float = 60.0,
+    recorder: Recorder | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ExpertLayers:
+    """Make the expert layers and put them into `model` (None: nothing to put them into); every rank, same arguments.
+
+    Args:
+        layers: the MoE layers of the model (`LoadedModel.layers`).
+        balancer: a key of `BALANCERS`, a configuration, or a balancer ready made.
+        cost: what plans are priced with; rank 0's on all ranks.
+        num_slots: replicas a layer may have over all ranks; by default one each, and one more a rank.
+        budget_bytes: memory for experts on each rank; by default what `num_slots` takes in all layers and one spare.
+            Less than the experts need makes a slower engine, not a wrong one.
+        predictors, distance, keep_alive_s: see `ExpertController`.
+
+    Raises:
+        UsageError, CapacityError: sizes that cannot work.
+    """
+    num_layers, num_experts = len(source.ffns), source.num_experts
+    most = num_experts * group.size
+    num_slots = min(most, num_experts + group.size) if num_slots is None else num_slots
+    shape = EpShape(num_experts=num_experts, num_ranks=group.size, num_slots=num_slots)
+    if isinstance(balancer, (str, BalancerConfig)):
+        # One rank has nothing to balance, and need not spend time on it.
+        balancer = make_balancer(balancer if group.size > 1 else "static", shape, num_layers, cost)
+    enough = num_layers * shape.slots_per_rank + 1
+    slots = enough if budget_bytes is None else ExpertPool.slots_within(source, budget_bytes, group.device)
+    residency = Residency(num_layers, num_experts, group.size, min(slots, num_layers * num_experts + 1))
+    pool = ExpertPool(source, residency.slots_per_rank, group.device)
+    controller = ExpertController(
+        balancer,
+        residency,
+        pool,
+        rank=group.rank,
+        predictors=predictors,
+        distance=distance,
+        keep_alive_s=keep_alive_s,
+        recorder=recorder,
+    )
+    timer = StageTimer(clock)
+    blocks = [MoeBlock(layer, pool, controller, group, timer) for layer in range(num_layers)]
+    if model is not None:
+        for block, layer in zip(blocks, layers, strict=True):
+            block.install(model, layer)
+    return ExpertLayers(blocks, pool, controller, timer, recorder, clock)

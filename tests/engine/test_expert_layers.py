@@ -1,0 +1,137 @@
+"""Whole models over expert-parallel layers against plain transformers: exact tokens whatever the plans do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from moeless.config.model import ModelConfig
+from moeless.engine.ep import LocalGroup
+from moeless.engine.expert_layers import build_expert_layers
+from moeless.models.family import supports_packing
+from moeless.models.weights import load_skeleton
+from tests.engine import work
+from tests.engine.ranks import RankPool
+from tests.tiny import FAMILIES, NUM_EXPERTS, NUM_LAYERS, TOP_K, VOCAB, save_tiny_checkpoint
+
+torch.set_num_threads(1)
+
+NUM_NEW = 6
+SERVED = ["mixtral", "phimoe", "llama4_text", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"]
+SERVED += ["qwen2_moe", "deepseek_v2", "granitemoe", "dbrx", "minimax_m2", "ernie4_5_moe", "gemma4_text"]
+
+
+class Reference:
+    """Checkpoints and what transformers generates from them, made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[str, PreTrainedModel] = {}
+
+    def model(self, family: str) -> tuple[str, PreTrainedModel]:
+        path = self._folder / family
+        if family not in self._models:
+            self._models[family] = save_tiny_checkpoint(family, path)
+        return str(path), self._models[family]
+
+    def tokens(self, family: str, prompts: list[list[int]]) -> list[list[int]]:
+        if not prompts:
+            return []
+        _, model = self.model(family)
+        settings = GenerationConfig(max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        ids = torch.tensor(prompts)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        return output[:, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(tmp_path_factory.mktemp("checkpoints"))
+
+
+def make_prompts(sizes: list[int], length: int = 7) -> list[list[list[int]]]:
+    """As many prompts for each rank as `sizes` says."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, VOCAB, (n, length), generator=generator).tolist() for n in sizes]
+
+
+def check(
+    ranks: RankPool, reference: Reference, family: str, prompts: list[list[list[int]]], **how: Any
+) -> list[dict[str, Any]]:
+    folder, _ = reference.model(family)
+    results = ranks.run(work.generate, len(prompts), folder=folder, prompts=prompts, num_new=NUM_NEW, **how)
+    for rank, result in enumerate(results):
+        assert result["tokens"] == reference.tokens(family, prompts[rank]), f"{family}, rank {rank}"
+        assert result["wrong_slots"] == []
+        assert result["placements"] == results[0]["placements"]
+    shared = [{k: v for k, v in r["metrics"].items() if k in ("warm", "cold", "late", "copies")} for r in results]
+    assert all(s == shared[0] for s in shared)
+    return results
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank_gives_the_models_logits(reference: Reference, family: str) -> None:
+    folder, model = reference.model(family)
+    loaded, store = load_skeleton(ModelConfig(model=folder))
+    layers = build_expert_layers(loaded.model, loaded.layers, store, LocalGroup())
+    layers.load_initial()
+    layers.begin_step(0)
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        actual, expected = loaded.model(ids).logits, model(ids).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 if supports_packing(model) else 1e-5)
+    layers.idle_step()
+    layers.close()
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_greedy_tokens_under_random_plans(ranks: RankPool, reference: Reference, family: str) -> None:
+    results = check(ranks, reference, family, make_prompts([2, 1]), begin=(0, 2), settle_loads=True)
+    top_k = 1 if family == "llama4_text" else TOP_K
+    num_pairs = sum(r["metrics"]["pool"]["rows_computed"] for r in results)
+    assert num_pairs == results[0]["counts"].sum()  # each pair once
+    assert results[0]["counts"][0].sum(-1).tolist() == [2 * 7 * top_k] * results[0]["counts"].shape[1]
+    assert results[0]["metrics"]["plan_changes"] > 0
+
+
+@pytest.mark.parametrize("balancer", ["static", "eplb", "metro", "moeless", "moeless-roofline"])
+def test_greedy_tokens_with_every_balancer(ranks: RankPool, reference: Reference, balancer: str) -> None:
+    check(ranks, reference, "mixtral", make_prompts([2, 0, 1, 3]), balancer=balancer, predict=True)
+
+
+def test_replicas_on_the_move_and_an_idle_rank(ranks: RankPool, reference: Reference) -> None:
+    """Nobody waits for the loader here, so replicas are late, and cold where a plan outran it."""
+    for family in ("qwen3_moe", "gpt_oss"):
+        results = check(ranks, reference, family, make_prompts([1, 0, 2, 1]), begin=(3, 0, 0, 5), num_slots=20)
+        metrics = results[0]["metrics"]
+        assert metrics["copies"] > 0
+        assert metrics["plans"]["failed"] == 0
+
+
+@pytest.mark.parametrize("predict", [False, True])
+def test_a_model_larger_than_the_budget(ranks: RankPool, reference: Reference, predict: bool) -> None:
+    """Two ranks with room for nine experts of 32 each: exact, by cold starts."""
+    results = check(
+        ranks, reference, "mixtral", make_prompts([2, 1]), balancer="static", budget_experts=9.5, predict=predict
+    )
+    for result in results:
+        assert result["metrics"]["cold"] > 0
+        assert result["metrics"]["pool"]["num_slots"] == 9
+        assert result["metrics"]["pool"]["resident_bytes"] <= 9.5 * 4 * 3 * 64 * 96
+        assert (result["metrics"]["copies"] > 0) == predict
+
+
+def test_loads_are_counted_once(ranks: RankPool, reference: Reference) -> None:
+    """Tokens times k in each layer, whatever the number of ranks; sources add up."""
+    for sizes in ([3], [2, 1], [1, 1, 0, 1]):
+        results = check(ranks, reference, "mixtral", make_prompts(sizes), balancer="static")
+        for result in results:
+            counts = result["counts"]
+            assert counts.shape == (NUM_NEW, NUM_LAYERS, NUM_EXPERTS)
+            per_layer = [[3 * (7 + step) * TOP_K] * NUM_LAYERS for step in range(NUM_NEW)]
+            assert counts.sum(-1).tolist() == per_layer
+            assert (result["rank_counts"].sum(2) == counts).all()
