@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +25,46 @@ from moeless.models.expert_store import ExpertSource
 from moeless.models.family import MoeLayer
 from moeless.policy.balancers import Balancer, make_balancer
 from moeless.policy.config import BalancerConfig
-from moeless.policy.cost import CostModel, resident_gbs
+from moeless.policy.cost import TOKENS, CostModel, resident_gbs
 from moeless.policy.types import EpShape
 from moeless.trace.recorder import Recorder
 from moeless.trace.routes import Phase
 
-# Until a device is measured (`moeless bench layers --calibrate`) tokens are what is balanced, as in the paper.
-DEFAULT_COST = CostModel()
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSettings:
+    """How experts are balanced and how much memory they may take; the same on every rank.
+
+    Attributes:
+        balancer: a key of `BALANCERS`, a configuration, or a balancer ready made. One rank has nothing to balance, and
+            spends no time on it.
+        cost: what plans are priced with; rank 0's on all ranks. By default tokens, as in the paper, until a device is
+            measured (`moeless bench layers --calibrate`).
+        num_slots: replicas a layer may have over all ranks; by default one each, and one more a rank.
+        budget_bytes: memory for experts on each rank; by default what `num_slots` takes in all layers, and one spare.
+            Less than the experts need makes a slower engine, not a wrong one.
+        distance: layers ahead that predictions are for.
+        keep_alive_s: how long a replica that no plan wants stays without a token.
+    """
+
+    balancer: str | BalancerConfig | Balancer = "moeless-roofline"
+    cost: CostModel = TOKENS
+    num_slots: int | None = None
+    budget_bytes: int | None = None
+    distance: int = 1
+    keep_alive_s: float = 60.0
+
+    def shape(self, num_experts: int, num_ranks: int) -> EpShape:
+        """Sizes of a layer. Raises `CapacityError` when there are fewer slots than experts."""
+        most = num_experts * num_ranks
+        slots = min(most, num_experts + num_ranks) if self.num_slots is None else self.num_slots
+        return EpShape(num_experts=num_experts, num_ranks=num_ranks, num_slots=slots)
+
+    def make_balancer(self, shape: EpShape, num_layers: int) -> Balancer:
+        """The balancer itself. Raises `UsageError` for a name that there is not."""
+        if not isinstance(self.balancer, str | BalancerConfig):
+            return self.balancer
+        return make_balancer(self.balancer if shape.num_ranks > 1 else "static", shape, num_layers, self.cost)
 
 
 class ExpertLayers:
@@ -95,14 +129,9 @@ def build_expert_layers(
     layers: Sequence[MoeLayer],
     source: ExpertSource,
     group: RankGroup,
+    settings: ExpertSettings,
     *,
-    balancer: str | BalancerConfig | Balancer = "moeless-roofline",
-    cost: CostModel = DEFAULT_COST,
-    num_slots: int | None = None,
-    budget_bytes: int | None = None,
     predictors: Sequence[Predictor | None] = (),
-    distance: int = 1,
-    keep_alive_s: float = 60.0,
     recorder: Recorder | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ExpertLayers:
@@ -110,35 +139,27 @@ def build_expert_layers(
 
     Args:
         layers: the MoE layers of the model (`LoadedModel.layers`).
-        balancer: a key of `BALANCERS`, a configuration, or a balancer ready made.
-        cost: what plans are priced with; rank 0's on all ranks.
-        num_slots: replicas a layer may have over all ranks; by default one each, and one more a rank.
-        budget_bytes: memory for experts on each rank; by default what `num_slots` takes in all layers and one spare.
-            Less than the experts need makes a slower engine, not a wrong one.
-        predictors, distance, keep_alive_s: see `ExpertController`.
+        predictors: see `ExpertController`.
+        clock: of stage times and costs; never of plans.
 
     Raises:
         UsageError, CapacityError: sizes that cannot work.
     """
     num_layers, num_experts = len(source.ffns), source.num_experts
-    most = num_experts * group.size
-    num_slots = min(most, num_experts + group.size) if num_slots is None else num_slots
-    shape = EpShape(num_experts=num_experts, num_ranks=group.size, num_slots=num_slots)
-    if isinstance(balancer, (str, BalancerConfig)):
-        # One rank has nothing to balance, and need not spend time on it.
-        balancer = make_balancer(balancer if group.size > 1 else "static", shape, num_layers, cost)
-    enough = num_layers * shape.slots_per_rank + 1
-    slots = enough if budget_bytes is None else ExpertPool.slots_within(source, budget_bytes, group.device)
+    shape = settings.shape(num_experts, group.size)
+    slots = num_layers * shape.slots_per_rank + 1
+    if settings.budget_bytes is not None:
+        slots = ExpertPool.slots_within(source, settings.budget_bytes, group.device)
     residency = Residency(num_layers, num_experts, group.size, min(slots, num_layers * num_experts + 1))
     pool = ExpertPool(source, residency.slots_per_rank, group.device)
     controller = ExpertController(
-        balancer,
+        settings.make_balancer(shape, num_layers),
         residency,
         pool,
         rank=group.rank,
         predictors=predictors,
-        distance=distance,
-        keep_alive_s=keep_alive_s,
+        distance=settings.distance,
+        keep_alive_s=settings.keep_alive_s,
         recorder=recorder,
     )
     timer = StageTimer(clock)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from moeless.config.model import ModelConfig
 from moeless.engine.ep import LocalGroup
-from moeless.engine.expert_layers import build_expert_layers
+from moeless.engine.expert_layers import ExpertSettings, build_expert_layers
 from moeless.models.family import supports_packing
 from moeless.models.weights import load_skeleton
 from tests.engine import work
@@ -77,7 +77,7 @@ def check(
 def test_one_rank_gives_the_models_logits(reference: Reference, family: str) -> None:
     folder, model = reference.model(family)
     loaded, store = load_skeleton(ModelConfig(model=folder))
-    layers = build_expert_layers(loaded.model, loaded.layers, store, LocalGroup())
+    layers = build_expert_layers(loaded.model, loaded.layers, store, LocalGroup(), ExpertSettings())
     layers.load_initial()
     layers.begin_step(0)
     ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ import torch
 from moeless.config.model import ModelConfig
 from moeless.engine.dispatch import combine, dispatch, plan_route
 from moeless.engine.ep import Control, RankGroup, all_to_all
-from moeless.engine.expert_layers import ExpertLayers, build_expert_layers
+from moeless.engine.expert_layers import ExpertLayers, ExpertSettings, build_expert_layers
 from moeless.errors import RankError
 from moeless.models.expert_store import ExpertStore, expert_bytes
 from moeless.models.weights import load_skeleton
@@ -158,9 +158,11 @@ def generate(
         loaded.layers,
         store,
         group,
-        balancer=RandomBalancer(shape, 3) if balancer == "random" else balancer,
-        num_slots=shape.num_slots,
-        budget_bytes=None if budget_experts is None else round(budget_experts * expert_bytes(store)),
+        ExpertSettings(
+            balancer=RandomBalancer(shape, 3) if balancer == "random" else balancer,
+            num_slots=shape.num_slots,
+            budget_bytes=None if budget_experts is None else round(budget_experts * expert_bytes(store)),
+        ),
         predictors=[None, *(layer.route for layer in loaded.layers[1:])] if predict else (),
         recorder=recorder,
     )
