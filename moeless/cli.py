@@ -18,6 +18,7 @@ import typer
 from moeless import __version__
 from moeless.config.options import Config, flag_name
 from moeless.config.profile import ProfileConfig
+from moeless.config.report import ReportConfig
 from moeless.config.simulate import SimulateConfig
 from moeless.errors import MoelessError, UsageError
 
@@ -56,6 +57,13 @@ def simulate(config: SimulateConfig) -> None:
 
     result = run_simulate(config, show_progress=not config.json_output)
     _emit(config, result, print_simulate)
+
+
+def report(config: ReportConfig) -> None:
+    """Put all result files of a folder on one self-contained HTML page."""
+    from moeless.bench.report import print_report, run_report
+
+    _emit(config, run_report(config), print_report)
 
 
 def _emit(config: Config, result: dict[str, Any], print_tables: Callable[[dict[str, Any]], None]) -> None:
@@ -97,6 +105,7 @@ def _parameter(config_field: dataclasses.Field[Any], hint: Any) -> inspect.Param
 
 _add_command(app, ProfileConfig, profile)
 _add_command(bench, SimulateConfig, simulate)
+_add_command(bench, ReportConfig, report)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from moeless.bench.figures import Figures, colours, open_figures
 
-_SHOWN_MOVED = "MB moved an iteration"
+_SMOOTHED = 4
 
 
 def draw_simulate(result: dict[str, Any], out: Path) -> list[Path]:
@@ -71,13 +71,13 @@ def _draw_timeline(figures: Figures, result: dict[str, Any]) -> None:
     rows = [row for row in result["balancers"] if row["name"] not in ("oracle", "bound")]
     figure, (above, below) = figures.new(2, width=9, stacked=True)
     for row, colour in zip(rows, colours(rows), strict=True):
-        ratios = np.array(row["timeline"]["time_over_bound"])
-        window = min(4, len(ratios))
-        smooth = np.convolve(ratios, np.ones(window) / window, mode="valid")
-        above.plot(np.arange(len(smooth)) + window - 1, smooth, color=colour, label=row["name"], linewidth=1)
-        below.plot(np.array(row["timeline"]["bytes_moved"]) / 1e6, color=colour, linewidth=1)
-    above.set(ylabel="time / bound (mean of 4)", title="iteration by iteration (simulated)")
-    below.set(xlabel="iteration", ylabel=_SHOWN_MOVED, yscale="symlog")
+        for panel, key, scale in ((above, "time_over_bound", 1.0), (below, "bytes_moved", 1e-6)):
+            values = scale * np.array(row["timeline"][key])
+            window = min(_SMOOTHED, len(values))
+            smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+            panel.plot(np.arange(len(smooth)) + window - 1, smooth, color=colour, label=row["name"], linewidth=1)
+    above.set(ylabel="time / bound", title=f"iteration by iteration, mean of {_SMOOTHED} (simulated)")
+    below.set(xlabel="iteration", ylabel="MB moved an iteration", yscale="symlog")
     if "switch" in result:
         for panel in (above, below):
             panel.axvline(result["switch"]["iteration"], color="0.5", linestyle=":", label="traffic switches")
