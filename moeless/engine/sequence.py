@@ -44,6 +44,8 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.prompt)
+        if self.text_stream is not None and self.params.stop_strings:
+            self.text = "".join(map(self.text_stream.push, self.tokens[len(self.prompt) :]))
 
     @property
     def num_output(self) -> int:

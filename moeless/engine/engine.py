@@ -1,0 +1,227 @@
+"""One rank's half of the engine: its sequences, its share of the experts, and the lock-step with the other ranks.
+
+Every step begins with one word to all ranks (`Control`). While any rank has tokens all take part in every MoE layer,
+those without tokens with none; when no rank has, all of them sleep until their front end sends something. One rank
+alone does the same with a group of one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+from moeless.config.engine import EngineConfig
+from moeless.engine.ep import Control, RankGroup
+from moeless.engine.expert_layers import ExpertLayers, ExpertSettings, build_expert_layers
+from moeless.engine.runner import ModelRunner, context_length
+from moeless.engine.sampling import sequence_seed
+from moeless.engine.scheduler import Chunk, Scheduler
+from moeless.engine.sequence import Sequence
+from moeless.engine.submission import Submission
+from moeless.engine.text import TextStream
+from moeless.errors import CapacityError, UsageError
+from moeless.models.checkpoint import LoadedModel, load_model
+from moeless.models.weights import load_skeleton
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a front end needs to know of the model before it can take requests."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    sampling_defaults: dict[str, float]
+    """Fields of `SamplingParams` that the checkpoint's generation configuration sets."""
+
+
+class Engine:
+    """See the module's head. `step` is called in a loop; nothing here waits but the group's collectives."""
+
+    def __init__(self, config: EngineConfig, group: RankGroup) -> None:
+        """Load the model on this rank.
+
+        Raises:
+            MoelessError: the checkpoint can't be used, or sizes do not fit.
+        """
+        self.group = group
+        loaded, self.experts = _load(config, group)
+        self.runner = ModelRunner(loaded.model, config.kv_tokens)
+        self.scheduler = Scheduler(self.runner.kv, max_batch_tokens=config.max_batch_tokens, max_seqs=config.max_seqs)
+        self.tokenizer = loaded.tokenizer
+        self.facts = ModelFacts(
+            max_model_len=_max_model_len(config, loaded, self.runner.kv.allocator.max_extent),
+            vocab_size=loaded.model.get_input_embeddings().num_embeddings,  # type: ignore[arg-type]
+            eos_ids=_eos_ids(loaded.model),
+            sampling_defaults=_sampling_defaults(loaded.model.generation_config),
+        )
+        self.heard = 0
+        """Number of the front end's last message that arrived here; see `Control`."""
+        self.is_stopped = False
+        self._num_taken = 0
+        self._num_steps = self._num_idle_steps = 0
+        self._busy_s = 0.0
+
+    def submit(self, submission: Submission) -> None:
+        """Queue a completion. Its sizes are the front end's to check (`check_submission`)."""
+        params = submission.params
+        room = self.facts.max_model_len - len(submission.prompt)
+        self.scheduler.add(
+            Sequence(
+                sequence_id=self._num_taken,
+                request_id=submission.request_id,
+                index=submission.index,
+                params=params,
+                prompt=tuple(submission.prompt),
+                tokens=[*submission.prompt, *submission.made],
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                seed=sequence_seed(submission.seed, submission.index),
+                eos_ids=frozenset(self.facts.eos_ids),
+                text_stream=self._text_stream(params.skip_special_tokens),
+            )
+        )
+        self._num_taken += 1
+
+    def abort(self, request_id: str) -> None:
+        """Drop what is left of a request."""
+        for sequence in [*self.scheduler.waiting, *self.scheduler.running]:
+            if sequence.request_id == request_id:
+                self.scheduler.remove(sequence)
+
+    def step(self, *, stop: bool = False) -> tuple[list[Sequence], bool]:
+        """Agree with the other ranks, and run one step if any of them has work.
+
+        Returns:
+            The sequences that got a token or ended, and whether to sleep until the next message: no rank has work,
+            and all have heard the same.
+
+        Raises:
+            RankError: another rank did not take part in time.
+        """
+        now_us = time.monotonic_ns() // 1_000 if self.group.rank == 0 else 0
+        word = self.group.control(
+            Control(
+                has_work=int(self.scheduler.has_work),
+                stop=int(stop),
+                time_us=now_us,
+                heard=self.heard,
+                least_heard=-self.heard,
+            )
+        )
+        if word.stop:
+            self.is_stopped = True
+            return [], False
+        if not word.has_work:
+            behind = self.heard < word.heard
+            return [], behind or word.heard == -word.least_heard
+        begin_s = time.perf_counter()
+        chunks = self.scheduler.schedule()
+        if self.experts is not None:
+            self.experts.begin_step(word.time_us)
+        advanced = self._run(chunks) if chunks else self._run_idle()
+        if self.experts is not None:
+            self.experts.end_step(_phase(chunks), sum(c.num_new for c in chunks))
+        self._busy_s += time.perf_counter() - begin_s
+        self._num_steps += 1
+        return advanced, False
+
+    def statistics(self) -> dict[str, Any]:
+        """Plain numbers of this rank since its start."""
+        kv = self.runner.kv
+        return {
+            "steps": self._num_steps,
+            "idle_steps": self._num_idle_steps,
+            "busy_s": self._busy_s,
+            "tokens_run": self.runner.num_tokens_run,
+            "preemptions": self.scheduler.num_preemptions,
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "kv_tokens": kv.allocator.num_rows,
+            "kv_tokens_used": kv.allocator.num_used,
+            "kv_tokens_peak": kv.peak_tokens,
+            "kv_bytes": kv.num_bytes,
+            "experts": None if self.experts is None else self.experts.metrics(),
+        }
+
+    def close(self) -> None:
+        """Stop background work and leave the group; safe to call twice."""
+        if self.experts is not None:
+            self.experts.close()
+        self.group.close()
+
+    def _run(self, chunks: list[Chunk]) -> list[Sequence]:
+        advanced = self.runner.step(chunks)
+        for sequence in advanced:
+            if sequence.finish_reason is not None:
+                self.scheduler.remove(sequence)
+        return advanced
+
+    def _run_idle(self) -> list[Sequence]:
+        assert self.experts is not None, "one rank alone has no idle step"
+        self.experts.idle_step()
+        self._num_idle_steps += 1
+        return []
+
+    def _text_stream(self, skip_special_tokens: bool) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return TextStream(self.tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+def _load(config: EngineConfig, group: RankGroup) -> tuple[LoadedModel, ExpertLayers | None]:
+    """The model, and its expert layers where there is something to share, predict or fit into less memory."""
+    if group.size == 1 and config.predictors is None and config.expert_memory_gb is None:
+        return load_model(config), None
+    if config.predictors is not None:
+        raise UsageError("--predictors is not supported yet")
+    loaded, store = load_skeleton(config)
+    budget_bytes = None if config.expert_memory_gb is None else round(config.expert_memory_gb * 1e9)
+    experts = build_expert_layers(
+        loaded.model,
+        loaded.layers,
+        store,
+        group,
+        ExpertSettings(
+            balancer=config.balancer,
+            num_slots=config.expert_slots,
+            budget_bytes=budget_bytes,
+            keep_alive_s=config.keep_alive,
+        ),
+    )
+    experts.load_initial()
+    return loaded, experts
+
+
+def _max_model_len(config: EngineConfig, loaded: LoadedModel, max_extent: int) -> int:
+    """The context length. Raises `CapacityError` or `UsageError` for one that is asked for and cannot be had."""
+    limit = context_length(loaded.model)
+    wanted = config.max_model_len
+    if wanted is not None and wanted > limit:
+        raise UsageError(f"--max-model-len {wanted} is over the model's context length {limit}")
+    if wanted is not None and wanted > max_extent:
+        raise CapacityError(
+            f"--max-model-len {wanted} does not fit: with --kv-tokens {config.kv_tokens} a sequence can have "
+            f"{max_extent} tokens"
+        )
+    return min(limit, max_extent) if wanted is None else wanted
+
+
+def _eos_ids(model: Any) -> tuple[int, ...]:
+    """Tokens that end a text, as the checkpoint's generation configuration has them."""
+    found = model.generation_config.eos_token_id
+    if found is None:
+        found = model.config.get_text_config().eos_token_id
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+
+
+def _sampling_defaults(generation_config: Any) -> dict[str, float]:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    values = {name: getattr(generation_config, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _phase(chunks: Rows[Chunk]) -> Any:
+    single = {chunk.num_new == 1 for chunk in chunks}
+    return "mixed" if len(single) == 2 else "prefill" if single == {False} else "decode"

@@ -1,0 +1,135 @@
+"""The process of one rank: `python -m moeless.engine.rank`, started by `launch.RankProcesses`.
+
+Its order comes as one JSON line on stdin, which the starter then keeps open: when that ends, the starter is gone and so
+is this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moeless.config.engine import EngineConfig
+from moeless.engine.channel import RankChannel
+from moeless.engine.engine import Engine
+from moeless.engine.ep import EpGroup, join_store
+from moeless.engine.messages import (
+    Abort,
+    Advanced,
+    AskStatistics,
+    Failed,
+    Numbered,
+    Progress,
+    Ready,
+    Statistics,
+    Stop,
+    Submit,
+)
+from moeless.engine.sequence import Sequence
+from moeless.errors import MoelessError
+from moeless.models.checkpoint import pick_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOrder:
+    """What a rank process is to be."""
+
+    config: dict[str, Any]
+    rank: int
+    size: int
+    store_host: str
+    store_port: int
+    channel: str
+    num_threads: int
+
+
+def serve_rank(engine: Engine, channel: RankChannel) -> None:
+    """Take messages and step until told to stop."""
+    asleep, stop, heard_asleep = False, False, 0
+    while not engine.is_stopped:
+        for message in channel.receive(wait=asleep and engine.heard == heard_asleep):
+            if isinstance(message, AskStatistics):
+                channel.send(Statistics(engine.statistics()))
+            if isinstance(message, Numbered):
+                engine.heard = message.number
+            if isinstance(message, Submit):
+                engine.submit(message.submission)
+            elif isinstance(message, Abort):
+                engine.abort(message.request_id)
+            stop |= isinstance(message, Stop)
+        if asleep and engine.heard == heard_asleep:
+            continue
+        advanced, asleep = engine.step(stop=stop)
+        heard_asleep = engine.heard
+        if advanced:
+            channel.send(Advanced([progress_of(sequence) for sequence in advanced]))
+
+
+def progress_of(sequence: Sequence) -> Progress:
+    """What to tell a front end of a sequence that has just advanced."""
+    ended = sequence.finish_reason is not None
+    has_token = sequence.finish_reason != "error" and sequence.num_output > 0
+    return Progress(
+        request_id=sequence.request_id,
+        index=sequence.index,
+        token=sequence.tokens[-1] if has_token else None,
+        logprobs=sequence.logprobs[-1] if has_token and sequence.logprobs else None,
+        finish_reason=sequence.finish_reason,
+        output=sequence.output() if ended else None,
+        prompt_logprobs=sequence.prompt_logprobs if ended and sequence.params.prompt_logprobs is not None else None,
+    )
+
+
+def rank_device(config: EngineConfig, local_rank: int) -> EngineConfig:
+    """`config` with a device of this rank's own: accelerators of a host are dealt out by local rank."""
+    device = pick_device(config.device)
+    if device.type == "cpu" or device.index is not None:
+        return replace(config, device=str(device))
+    return replace(config, device=f"{device.type}:{local_rank % torch.accelerator.device_count()}")
+
+
+def _run(order: RankOrder, channel: RankChannel) -> None:
+    config = rank_device(EngineConfig(**order.config), order.rank)
+    torch.set_num_threads(order.num_threads)
+    group = EpGroup.connect(
+        join_store(order.store_host, order.store_port, config.start_timeout),
+        rank=order.rank,
+        size=order.size,
+        device=config.device,
+        timeout_s=config.step_timeout,
+        start_timeout_s=config.start_timeout,
+    )
+    engine = Engine(config, group)
+    channel.send(Ready(engine.facts))
+    serve_rank(engine, channel)
+    engine.close()
+
+
+def _end_with_starter() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def main() -> None:
+    """Read the order, be that rank, and say so when it fails."""
+    order = RankOrder(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    with RankChannel(order.channel, order.rank) as channel:
+        try:
+            _run(order, channel)
+        except MoelessError as error:
+            channel.send(Failed(type(error).__name__, str(error)))
+        except Exception:
+            channel.send(Failed("", traceback.format_exc()))
+    os._exit(0)  # collectives that a failure left behind must not keep the process
+
+
+if __name__ == "__main__":
+    main()
