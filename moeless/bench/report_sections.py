@@ -1,4 +1,4 @@
-"""What the report shows of a result file: by its schema where that is known, else all that is flat enough for tables."""
+"""What the report shows of a result file: by its schema where that is known, else whatever fits in tables."""
 
 from __future__ import annotations
 

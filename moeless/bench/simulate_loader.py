@@ -113,15 +113,24 @@ class CopyEngines:
             self._finish(*current, rank)
             self._start(rank, done_us)
 
-    def load_now(self, layer: int, expert: int, rank: int) -> None:
-        """A cold start: the expert is loaded at once, beside the queue."""
+    def load_now(self, layer: int, expert: int, rank: int, now_us: float) -> float:
+        """A cold start: the expert is loaded at once, ahead of the queue, or its copy under way is waited for.
+
+        Returns how long that takes.
+        """
         state = self.layers[layer]
+        took_us = self.copy_us
+        if (expert, rank) in state.in_flight:
+            state.in_flight.remove((expert, rank))
+            took_us = self._done_us[rank] - now_us
+        else:
+            self.num_copies += 1
         if (expert, rank) in state.queued:
             state.queued.remove((expert, rank))
             self._queues[rank].remove((layer, expert))
-        self.num_copies += 1
         self._add(state, expert, rank)
         state.refresh()
+        return took_us
 
     def _start(self, rank: int, now_us: float) -> None:
         """Start the oldest copy that waits for this rank's engine."""

@@ -211,14 +211,13 @@ class _Run:
     def _cold_starts(self, layer: int, counts_E: NDArray[np.int64]) -> float:
         """Load experts that have tokens and no warm replica on their home rank; the time the slowest rank needs."""
         state = self.copies.layers[layer]
-        loads = [0] * self.settings.num_ranks
+        waits_us = [0.0] * self.settings.num_ranks
         for expert in np.flatnonzero(counts_E).tolist():
             if not state.warm[expert]:
                 home = state.wanted[expert][0]
-                self.copies.load_now(layer, expert, home)
-                loads[home] += 1
-        self.num_cold += sum(loads)
-        return max(loads) * self.copy_us
+                waits_us[home] += self.copies.load_now(layer, expert, home, self.now_us)
+                self.num_cold += 1
+        return max(waits_us)
 
     def _tally(self, i: int, shares_LEG: NDArray[np.int64]) -> None:
         """Balance numbers of an iteration, for all layers at once."""

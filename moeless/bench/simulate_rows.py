@@ -59,7 +59,7 @@ def make_row(
         "late": run.num_late,
         "wasted": run.num_wasted,
         "peak_slots_per_rank": run.peak_slots_per_rank,
-        "gap_closed": _round((before - layer_ms.mean() * 1e3) / gap) if gap > _LEAST_GAP * bound else None,
+        "gap_closed": round((before - layer_ms.mean() * 1e3) / gap, 6) + 0.0 if gap > _LEAST_GAP * bound else None,
         "phases": _by_phase(run, trace, warmup),
         "layer_ms_cdf": [_round(q) for q in np.quantile(layer_ms, np.linspace(0, 1, 101))],
         "timeline": {
