@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from moeless.engine.expert_pool import ExpertPool
 from moeless.engine.meters import Meters
 from moeless.engine.residency import Eviction, Residency
+from moeless.engine.traffic import Traffic
 from moeless.policy.balancers import Balancer
 from moeless.policy.cost import billed_gbs
 from moeless.policy.deal import deal_row
@@ -56,6 +57,7 @@ class ExpertController:
         """
         num_layers, self.num_experts, self.num_ranks = residency.held_LEG.shape
         self.meters = Meters()
+        self.traffic = Traffic(num_layers, self.num_experts, self.num_ranks)
         self.lossy = balancer.config.lossy
         self.iteration = -1
         self._balancer, self._residency, self._pool, self._rank = balancer, residency, pool, rank
@@ -130,6 +132,7 @@ class ExpertController:
         shares_EG = self._split(layer, counts_E, ready)
         self._residency.touch(layer, shares_EG, self._now_us)
         self.meters.warm += int(np.count_nonzero(shares_EG))
+        self.traffic.note(layer, counts_GE, shares_EG, self._ready_EG, self._planned_from[layer])
         if self._recorder is not None:
             self._recorder.record_layer(layer, counts_GE, self._ready_EG, self._planned_from[layer])
         receive_EG = deal_row(np.ascontiguousarray(shares_EG.T), counts_GE.T, self._rank)
@@ -144,6 +147,7 @@ class ExpertController:
         """Bill the replicas of `layer` that were live for its own time."""
         live = int(np.count_nonzero(self._ready_EG))
         self.meters.layers_run += 1
+        self.traffic.note_time(layer, layer_s)
         self.meters.plan_age_sum += self.iteration - self._planned_at[layer]
         self.meters.billed_gb_s += billed_gbs(live, layer_s * 1e6, self._pool.expert_bytes)
 

@@ -15,12 +15,14 @@ from typing import Any
 from moeless.config.engine import EngineConfig
 from moeless.engine.ep import Control, RankGroup
 from moeless.engine.expert_layers import ExpertLayers, ExpertSettings, build_expert_layers
+from moeless.engine.layer_tap import LayerTap
 from moeless.engine.runner import ModelRunner, context_length
 from moeless.engine.sampling import sequence_seed
 from moeless.engine.scheduler import Chunk, Scheduler
 from moeless.engine.sequence import Sequence
 from moeless.engine.submission import Submission
 from moeless.engine.text import TextStream
+from moeless.engine.traffic import Traffic
 from moeless.errors import CapacityError, UsageError
 from moeless.models.checkpoint import LoadedModel, load_model
 from moeless.models.weights import load_skeleton
@@ -49,6 +51,7 @@ class Engine:
         self.group = group
         loaded, self.experts = _load(config, group)
         self.runner = ModelRunner(loaded.model, config.kv_tokens)
+        self._tap = LayerTap(loaded.layers, self.runner.device) if self.experts is None else None
         self.scheduler = Scheduler(self.runner.kv, max_batch_tokens=config.max_batch_tokens, max_seqs=config.max_seqs)
         self.tokenizer = loaded.tokenizer
         self.facts = ModelFacts(
@@ -121,11 +124,16 @@ class Engine:
         if self.experts is not None:
             self.experts.begin_step(word.time_us)
         advanced = self._run(chunks) if chunks else self._run_idle()
-        if self.experts is not None:
-            self.experts.end_step(_phase(chunks), sum(c.num_new for c in chunks))
-        self._busy_s += time.perf_counter() - begin_s
-        self._num_steps += 1
+        self._end_step(chunks, time.perf_counter() - begin_s)
         return advanced, False
+
+    @property
+    def traffic(self) -> Traffic:
+        """Where tokens went."""
+        if self._tap is not None:
+            return self._tap.traffic
+        assert self.experts is not None, "a rank without expert layers has a tap"
+        return self.experts.controller.traffic
 
     def statistics(self) -> dict[str, Any]:
         """Plain numbers of this rank since its start."""
@@ -150,6 +158,16 @@ class Engine:
         if self.experts is not None:
             self.experts.close()
         self.group.close()
+
+    def _end_step(self, chunks: list[Chunk], duration_s: float) -> None:
+        num_tokens = sum(chunk.num_new for chunk in chunks)
+        if self.experts is not None:
+            self.experts.end_step(_phase(chunks), num_tokens)
+        if self._tap is not None:
+            self._tap.flush()
+            self._tap.traffic.end_iteration(phase=_phase(chunks), num_tokens=num_tokens, duration_s=duration_s)
+        self._busy_s += duration_s
+        self._num_steps += 1
 
     def _run(self, chunks: list[Chunk]) -> list[Sequence]:
         advanced = self.runner.step(chunks)

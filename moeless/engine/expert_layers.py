@@ -106,9 +106,10 @@ class ExpertLayers:
 
     def end_step(self, phase: Phase, num_tokens: int) -> None:
         """End an iteration of `num_tokens` tokens over all ranks."""
-        if self._recorder is not None:
-            duration_s = self._clock() - self._begin_s
-            self._recorder.end_iteration(phase=phase, num_tokens=num_tokens, duration_s=duration_s)
+        duration_s = self._clock() - self._begin_s
+        for observer in (self._recorder, self.controller.traffic):
+            if observer is not None:
+                observer.end_iteration(phase=phase, num_tokens=num_tokens, duration_s=duration_s)
 
     def metrics(self) -> dict[str, Any]:
         """Plain numbers for reports; `pool` and times are this rank's, the rest is the same on all."""

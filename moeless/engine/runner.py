@@ -78,9 +78,10 @@ class ModelRunner:
         for chunk, _ in scored:
             _score_prompt(chunk, logits_SV[start : start + chunk.num_new])
             start += chunk.num_new
+        ends = [c.sequence for c in ordered if c.is_last]
         self._advance([ordered[i].sequence for i in due], logits_SV[: len(due)], ordered)
         self.num_tokens_run += len(ids)
-        return [c.sequence for c in ordered if c.sequence.num_uncomputed <= 1]
+        return ends
 
     def _forward(self, ids: np.ndarray, positions_Q: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         """Logits [S, V] of the given rows."""

@@ -1,0 +1,139 @@
+"""Which experts and ranks the tokens of a process went to: running sums, the last step, and on demand a trace.
+
+Sums are kept for the life of the process, so whoever reads them twice can take differences. All ranks see the same
+counts; times are a rank's own.
+
+Legend: L MoE layers, E experts, G ranks, B time buckets.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeless.errors import DataError
+from moeless.metrics import load_accuracy
+from moeless.trace.files import save_trace
+from moeless.trace.recorder import Recorder
+from moeless.trace.routes import Phase
+
+Ints = NDArray[np.integer]
+
+LAYER_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.04, 0.08, 0.16, 0.64, 2.5)
+"""Upper bounds of the layer times' histogram; one more bucket holds what is above."""
+
+
+class Traffic:
+    """See the module's head."""
+
+    def __init__(self, num_layers: int, num_experts: int, num_ranks: int) -> None:
+        """Start with nothing seen."""
+        self.num_layers, self.num_experts, self.num_ranks = num_layers, num_experts, num_ranks
+        self.tokens_LE = np.zeros((num_layers, num_experts), np.int64)
+        """Assignments to each expert: a token counts once for each of its k experts."""
+        self.rank_tokens_LG = np.zeros((num_layers, num_ranks), np.int64)
+        """The same by the rank that computed them."""
+        self.times_LB = np.zeros((num_layers, len(LAYER_BUCKETS_S) + 1), np.int64)
+        self.times_s_L = np.zeros(num_layers)
+        self._last_LE = np.zeros((num_layers, num_experts), np.int64)
+        self._last_shares_LEG = np.zeros((num_layers, num_experts, num_ranks), np.int64)
+        self._last_ready_LEG = np.zeros((num_layers, num_experts, num_ranks), bool)
+        self._last_predicted: list[Ints | None] = [None] * num_layers
+        self._recorder: Recorder | None = None
+
+    def note(
+        self, layer: int, counts_GE: Ints, shares_EG: Ints, ready_EG: NDArray[np.bool_], predicted_E: Ints | None
+    ) -> None:
+        """Take in one layer of a step: where tokens came from, who computed them, over which replicas."""
+        counts_E = counts_GE.sum(0)
+        self.tokens_LE[layer] += counts_E
+        self.rank_tokens_LG[layer] += shares_EG.sum(0)
+        self._last_LE[layer] = counts_E
+        self._last_shares_LEG[layer] = shares_EG
+        self._last_ready_LEG[layer] = ready_EG
+        self._last_predicted[layer] = predicted_E
+        if self._recorder is not None:
+            self._recorder.record_layer(layer, counts_GE, ready_EG, predicted_E)
+
+    def note_time(self, layer: int, seconds: float) -> None:
+        """Take in how long a layer took on this rank."""
+        self.times_LB[layer, bisect_left(LAYER_BUCKETS_S, seconds)] += 1
+        self.times_s_L[layer] += seconds
+
+    def end_iteration(self, *, phase: Phase, num_tokens: int, duration_s: float) -> None:
+        """Close the step."""
+        if self._recorder is not None:
+            self._recorder.end_iteration(phase=phase, num_tokens=num_tokens, duration_s=duration_s)
+
+    def start_record(self, budget_bytes: float) -> int:
+        """Record from here on, in a ring that takes at most `budget_bytes`; how many steps it holds."""
+        cells = self.num_layers * self.num_experts
+        capacity = max(1, int(budget_bytes / (cells * (5 * self.num_ranks + 4) + 32)))
+        self._recorder = Recorder(
+            num_layers=self.num_layers, num_experts=self.num_experts, num_ranks=self.num_ranks, capacity=capacity
+        )
+        return capacity
+
+    def stop_record(self) -> Recorder | None:
+        """Record no more; what was recorded."""
+        recorder, self._recorder = self._recorder, None
+        return recorder
+
+    def gauges(self) -> dict[str, Any]:
+        """What the last step with tokens looked like, one value a layer."""
+        per_rank_LG = self._last_shares_LEG.sum(1)
+        loads_LE, parts_LN = self._last_LE, self._last_shares_LEG.reshape(self.num_layers, -1)
+        home_E = np.arange(self.num_experts) * self.num_ranks // self.num_experts
+        static_LG = np.stack([loads_LE[:, home_E == g].sum(1) for g in range(self.num_ranks)], axis=1)
+        accuracy = [
+            None if predicted is None or not actual_E.any() else float(load_accuracy(predicted, actual_E))
+            for predicted, actual_E in zip(self._last_predicted, loads_LE, strict=True)
+        ]
+        return {
+            "balancedness": _max_over_mean(per_rank_LG),
+            "balancedness_static": _max_over_mean(static_LG),
+            "cv_before": [_variation(row) for row in loads_LE],
+            "cv_after": [_variation(row) for row in parts_LN],
+            "replicas": self._last_ready_LEG.sum(2).tolist(),
+            "accuracy": accuracy,
+        }
+
+    def sums(self) -> dict[str, Any]:
+        """The running sums as lists."""
+        return {
+            "tokens": self.tokens_LE.tolist(),
+            "rank_tokens": self.rank_tokens_LG.tolist(),
+            "times": self.times_LB.tolist(),
+            "times_s": self.times_s_L.tolist(),
+        }
+
+
+def write_record(recorder: Recorder, path: Path, metadata: Mapping[str, Any]) -> int:
+    """Write a record as a trace file; how many steps it has.
+
+    Raises:
+        DataError: no step was recorded, or the folder cannot be written.
+        CapacityError: the disk is full.
+    """
+    trace = recorder.snapshot(path.stem, metadata)
+    if trace is None:
+        raise DataError("nothing was recorded: no step has run since the record was started")
+    save_trace(path, trace)
+    return trace.num_iterations
+
+
+def _max_over_mean(loads_LG: Ints) -> list[float]:
+    """The largest rank load over the mean, 1 is even; 1 also for no load."""
+    means = loads_LG.mean(1)
+    return np.divide(loads_LG.max(1), means, out=np.ones(len(means)), where=means > 0).tolist()
+
+
+def _variation(loads: Ints) -> float:
+    """Standard deviation over mean of the loads above 0 (the paper's CV); 0 without load."""
+    used = loads[loads > 0]
+    return float(used.std() / used.mean()) if len(used) else 0.0
