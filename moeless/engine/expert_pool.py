@@ -59,14 +59,16 @@ class ExpertPool:
         """Take the memory of `num_slots` experts.
 
         Args:
-            grouped: compute neighbouring slots with one grouped product; by default on CUDA only.
+            grouped: compute neighbouring slots with one grouped product where rows are a multiple of 16 bytes, which
+                it needs; by default on CUDA only.
             max_rows: rows of one expert computed at once, which bounds the memory of activations.
         """
         self.device, self.dtype, self.hidden = torch.device(device), source.dtype, source.hidden
         self.num_slots, self.expert_bytes = num_slots, expert_bytes(source)
         self.stats = PoolStats()
         self._source, self._max_rows = source, max_rows
-        self._grouped = self.device.type == "cuda" if grouped is None else grouped
+        aligned = all(shape[-1] * self.dtype.itemsize % 16 == 0 for shape in source.shapes.values())
+        self._grouped = aligned and (self.device.type == "cuda" if grouped is None else grouped)
         self._parameters = {
             name: torch.empty(num_slots, *shape, dtype=self.dtype, device=self.device)
             for name, shape in source.shapes.items()

@@ -1,0 +1,120 @@
+"""Slots of all ranks: never more than there are, the last replica kept, the least recently used dropped first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeless.engine.residency import FAILED, READY, Eviction, Residency
+from moeless.errors import CapacityError
+from moeless.policy.types import static_placement
+
+NOTHING_BUSY = (0, np.zeros((4, 2), bool))
+
+
+def full(slots: int, num_layers: int = 2) -> Residency:
+    """Four experts on two ranks with their static placement loaded and ready."""
+    residency = Residency(num_layers, 4, 2, slots)
+    for layer in range(num_layers):
+        residency.want(layer, static_placement(4, 2))
+        for expert, rank in residency.missing(layer):
+            assert residency.admit(layer, expert, rank, layer, NOTHING_BUSY) == (True, None)
+        assert residency.confirm(layer, np.full((2, 4), READY)) == []
+    return residency
+
+
+def test_too_few_slots_for_one_layer_are_refused() -> None:
+    with pytest.raises(CapacityError, match="2 expert slots a rank are too few: one layer needs 3"):
+        Residency(2, 4, 2, 2)
+    assert not Residency(2, 4, 2, 3).keeps_last
+    assert Residency(2, 4, 2, 5).keeps_last
+
+
+def test_nothing_moves_under_an_unchanged_plan() -> None:
+    residency = full(5)
+    assert residency.missing(0) == residency.missing(1) == []
+
+
+def test_a_moved_expert_stays_until_it_is_ready_elsewhere() -> None:
+    residency = full(5)
+    residency.want(0, ((1,), (0,), (1,), (1,)))  # expert 0 moves from rank 0 to rank 1
+    assert residency.missing(0) == [(0, 1)]
+    assert residency.admit(0, 0, 1, 5, NOTHING_BUSY) == (True, None)  # the spare slot
+    assert residency.admit(1, 0, 1, 6, NOTHING_BUSY) == (False, None)  # all others are the last of their kind
+    assert residency.num_refused == 1
+    residency.confirm(0, np.full((2, 4), READY))
+    assert residency.admit(1, 2, 0, 7, NOTHING_BUSY) == (True, None)  # rank 0 has a spare slot too
+    assert residency.admit(1, 3, 0, 8, NOTHING_BUSY) == (True, Eviction(0, 0, 0))  # it lingered, and is elsewhere
+
+
+def test_busy_replicas_are_not_evicted() -> None:
+    residency = full(5)
+    residency.want(0, ((1,), (0,), (1,), (1,)))
+    residency.admit(0, 0, 1, 5, NOTHING_BUSY)
+    residency.confirm(0, np.full((2, 4), READY))
+    residency.admit(1, 2, 0, 7, NOTHING_BUSY)
+    busy = (0, np.eye(4, 2, dtype=bool))  # expert 0 on rank 0 is about to run
+    assert residency.admit(1, 3, 0, 8, busy) == (True, Eviction(1, 2, 0))  # though it was used later
+
+
+def test_the_least_recently_used_goes_first_when_memory_is_short() -> None:
+    residency = full(3, num_layers=1)
+    assert residency.num_held_G.tolist() == [2, 2]
+    residency = Residency(2, 4, 2, 3)
+    for layer in (0, 1):
+        residency.want(layer, static_placement(4, 2))
+    for time, (layer, expert) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        residency.admit(layer, expert, 0, time, NOTHING_BUSY)
+    residency.touch(0, np.array([[3, 0], [0, 0], [0, 0], [0, 0]]), 9)
+    assert residency.admit(1, 1, 0, 10, NOTHING_BUSY, must=True) == (True, Eviction(0, 1, 0))
+    assert residency.admit(0, 1, 0, 11, NOTHING_BUSY, must=True) == (True, Eviction(1, 0, 0))
+
+
+def test_keep_alive_drops_what_lingers_without_a_token() -> None:
+    residency = full(5)
+    residency.want(0, ((0, 1), (0,), (1,), (1,)))
+    residency.admit(0, 0, 1, 5, NOTHING_BUSY)
+    residency.confirm(0, np.full((2, 4), READY))
+    residency.want(0, static_placement(4, 2))
+    assert residency.expire(100, keep_alive_us=100) == []
+    residency.touch(0, np.array([[0, 1], [0, 0], [0, 0], [0, 0]]), 50)
+    assert residency.expire(149, keep_alive_us=100) == []
+    assert residency.expire(150, keep_alive_us=100) == [Eviction(0, 0, 1)]
+    assert residency.expire(10_000, keep_alive_us=100) == []  # wanted replicas stay
+
+
+def test_a_failed_load_gives_its_slot_back_on_all_ranks() -> None:
+    residency = full(5)
+    residency.want(0, ((0, 1), (0,), (1,), (1,)))
+    residency.admit(0, 0, 1, 5, NOTHING_BUSY)
+    states = np.full((2, 4), READY)
+    states[1, 0] = FAILED
+    assert residency.confirm(0, states) == [(0, 1)]
+    assert residency.num_held_G.tolist() == [4, 4]
+    assert residency.missing(0) == [(0, 1)]  # to be tried again
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), spare=st.integers(1, 6), num_ranks=st.integers(1, 4))
+def test_random_plans_stay_within_the_slots_and_lose_no_expert(seed: int, spare: int, num_ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_layers, num_experts = 3, 5
+    slots = -(-num_layers * num_experts // num_ranks) + spare
+    residency = Residency(num_layers, num_experts, num_ranks, slots)
+    assert residency.keeps_last
+    for step in range(30):
+        layer = int(rng.integers(num_layers))
+        hosts = [rng.permutation(num_ranks)[: rng.integers(1, num_ranks + 1)] for _ in range(num_experts)]
+        residency.want(layer, tuple(tuple(sorted(map(int, ranks))) for ranks in hosts))
+        busy = (layer, residency.held_LEG[layer].copy())
+        had_ready = residency.ready_LEG.any(2)
+        for expert, rank in residency.missing(layer):
+            residency.admit(layer, expert, rank, step, busy)
+        residency.expire(step, keep_alive_us=5)
+        assert (residency.num_held_G <= slots).all()
+        assert (residency.held_LEG.sum((0, 1)) == residency.num_held_G).all()
+        assert (residency.ready_LEG.any(2) | ~had_ready).all()
+        assert not (residency.ready_LEG & ~residency.held_LEG).any()
+        residency.confirm(layer, rng.choice([0, READY, READY, FAILED], (num_ranks, num_experts)))
