@@ -32,7 +32,7 @@ class ExpertFfn:
             self._compute = self._llama4
         elif kind == "DbrxExperts":
             self._compute = self._dbrx
-        elif hasattr(experts, "_is_expert_parallel") and not experts.has_post_expert_norm:
+        elif hasattr(experts, "is_transposed") and not getattr(experts, "has_post_expert_norm", False):
             self._compute = self._gated if experts.has_gate else self._plain
         else:
             raise UnsupportedModelError(f"experts of class {kind} cannot be computed one by one")

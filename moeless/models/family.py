@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+from transformers.utils.output_capturing import OutputRecorder
 
 from moeless.errors import UnsupportedModelError
 
@@ -61,7 +61,7 @@ class MoeLayer:
     @property
     def experts_receive_ids(self) -> bool:
         """Whether the experts module is called with (hidden, ids, weights), so that its ids are the truth."""
-        return hasattr(self.experts, "_is_expert_parallel") or type(self.experts).__name__ == "DbrxExperts"
+        return _is_decorated(self.experts) or type(self.experts).__name__ == "DbrxExperts"
 
 
 def _integer_output(output: Any, layer: MoeLayer) -> torch.Tensor:
@@ -140,14 +140,28 @@ def supports_packing(model: PreTrainedModel) -> bool:
 
 
 def _decorated(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, str]]:
+    """Routers by the class that the family records, where it records one, else by the name of the class."""
+    experts = [name for name, module in model.named_modules() if _is_decorated(module)]
     classes: list[type] = []
     for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            recorders = _CAN_RECORD_REGISTRY.get(module).get("router_logits") or []
-            classes += [r.target_class for r in (recorders if isinstance(recorders, list) else [recorders])]
+        recorders = getattr(module, "_can_record_outputs", None) or {}
+        recorded = recorders.get("router_logits") or []
+        classes += [
+            r.target_class
+            for r in (recorded if isinstance(recorded, list) else [recorded])
+            if isinstance(r, OutputRecorder)
+        ]
     routers = [n for n, m in model.named_modules() if classes and isinstance(m, tuple(classes))]
-    experts = [n for n, m in model.named_modules() if hasattr(m, "_is_expert_parallel")]
+    if not routers:
+        inside = tuple(f"{name}." for name in experts)
+        named = ((n, type(m).__name__) for n, m in model.named_modules() if not n.startswith(inside or "-"))
+        routers = [name for name, class_name in named if experts and class_name.endswith(("Router", "Gate"))]
     return _by_decoder_layer(model, routers), _by_decoder_layer(model, experts)
+
+
+def _is_decorated(module: nn.Module) -> bool:
+    """Whether transformers dispatches this experts module: its decorator leaves these attributes."""
+    return hasattr(module, "is_transposed") and hasattr(module, "is_concatenated")
 
 
 def _overridden(model: PreTrainedModel, override: FamilyOverride) -> tuple[dict[str, str], dict[str, str]]:
