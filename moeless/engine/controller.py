@@ -57,7 +57,7 @@ class ExpertController:
         """
         num_layers, self.num_experts, self.num_ranks = residency.held_LEG.shape
         self.meters = Meters()
-        self.traffic = Traffic(num_layers, self.num_experts, self.num_ranks)
+        self.traffic = Traffic(num_layers, self.num_experts, self.num_ranks, rank)
         self.lossy = balancer.config.lossy
         self.iteration = -1
         self._balancer, self._residency, self._pool, self._rank = balancer, residency, pool, rank

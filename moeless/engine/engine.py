@@ -83,6 +83,7 @@ class Engine:
                 seed=sequence_seed(submission.seed, submission.index),
                 eos_ids=frozenset(self.facts.eos_ids),
                 text_stream=self._text_stream(params.skip_special_tokens),
+                arrived_s=time.perf_counter(),
             )
         )
         self._num_taken += 1
@@ -121,6 +122,8 @@ class Engine:
             return [], behind or word.heard == -word.least_heard
         begin_s = time.perf_counter()
         chunks = self.scheduler.schedule()
+        for sequence in (chunk.sequence for chunk in chunks):
+            sequence.started_s = sequence.started_s or begin_s
         if self.experts is not None:
             self.experts.begin_step(word.time_us)
         advanced = self._run(chunks) if chunks else self._run_idle()

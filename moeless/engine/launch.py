@@ -111,7 +111,7 @@ class RankProcesses:
                     channel=address,
                     num_threads=max(1, (os.cpu_count() or 1) // self.size),
                 )
-                self._processes.append(_start(order))
+                self._processes.append(start_rank(order))
             self.facts = self._wait_ready(config.start_timeout)
             self._is_ready = True
         except BaseException:
@@ -150,7 +150,7 @@ class RankProcesses:
             if received is None:
                 self._check_alive()
             elif isinstance(received[1], Failed):
-                raise _error_of(received[0], received[1])
+                raise error_of(received[0], received[1])
             else:
                 return received
         raise RankError(f"no rank said anything for {timeout_s:g} s")
@@ -192,7 +192,8 @@ class RankProcesses:
                 raise RankError(f"rank {rank} died ({how}); see its output above")
 
 
-def _start(order: RankOrder) -> subprocess.Popen[str]:
+def start_rank(order: RankOrder) -> subprocess.Popen[str]:
+    """A rank process of this host; its stdin is to be kept open."""
     environment = {"OMP_NUM_THREADS": str(order.num_threads), "GLOO_SOCKET_IFNAME": "lo", **os.environ}
     process = subprocess.Popen(
         [sys.executable, "-m", "moeless.engine.rank"],
@@ -207,7 +208,7 @@ def _start(order: RankOrder) -> subprocess.Popen[str]:
     return process
 
 
-def _error_of(rank: int, failed: Failed) -> MoelessError:
+def error_of(rank: int, failed: Failed) -> MoelessError:
     """The error that a rank reported, of the same class where it is a user's to read."""
     kind = getattr(errors, failed.error, None) if failed.error else None
     if isinstance(kind, type) and issubclass(kind, MoelessError):

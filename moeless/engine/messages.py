@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,6 +48,14 @@ class AskStatistics(Message, frozen=True):
     """Answer with `Statistics`; doesn't wake the group."""
 
 
+class Record(Message, frozen=True):
+    """Start, stop or write the record of where tokens go; for one rank, answered with `Recorded`; wakes nobody."""
+
+    action: Literal["start", "stop", "dump"]
+    budget_bytes: float = 0.0
+    path: str = ""
+
+
 class Ready(Message, frozen=True):
     """The rank has loaded the model and waits for work."""
 
@@ -66,19 +74,33 @@ class Progress(msgspec.Struct, frozen=True):
     output: CompletionOutput | None = None
     """The whole completion, when it has ended."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """With `output`, if they were asked for."""
+    """With the first token and with `output`, if they were asked for."""
+    queue_s: float | None = None
+    """With the first token: seconds from arrival at the rank to the first step that had some of the prompt."""
 
 
 class Advanced(Message, frozen=True):
     """What one step brought."""
 
     progress: list[Progress]
+    num_tokens: int = 0
+    """Tokens the step ran on this rank."""
 
 
 class Statistics(Message, frozen=True):
-    """See `Engine.statistics`."""
+    """See `Engine.statistics` and `Traffic.report`."""
 
     values: dict[str, Any]
+    traffic: dict[str, Any] | None = None
+    """From rank 0 only: the others see the same."""
+
+
+class Recorded(Message, frozen=True):
+    """What came of a `Record`: the steps that the ring holds, or that were recorded or written."""
+
+    num_steps: int
+    error: str = ""
+    """Why it could not be done."""
 
 
 class Failed(Message, frozen=True):
@@ -88,5 +110,5 @@ class Failed(Message, frozen=True):
     message: str
 
 
-ToRank = Submit | Abort | Wake | Stop | AskStatistics
-ToFront = Ready | Advanced | Statistics | Failed
+ToRank = Submit | Abort | Wake | Stop | AskStatistics | Record
+ToFront = Ready | Advanced | Statistics | Recorded | Failed

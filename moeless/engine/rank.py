@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +29,15 @@ from moeless.engine.messages import (
     Numbered,
     Progress,
     Ready,
+    Record,
+    Recorded,
     Statistics,
     Stop,
     Submit,
+    ToRank,
 )
 from moeless.engine.sequence import Sequence
+from moeless.engine.traffic import Traffic
 from moeless.errors import MoelessError
 from moeless.models.checkpoint import pick_device
 
@@ -55,27 +60,46 @@ def serve_rank(engine: Engine, channel: RankChannel) -> None:
     asleep, stop, heard_asleep = False, False, 0
     while not engine.is_stopped:
         for message in channel.receive(wait=asleep and engine.heard == heard_asleep):
-            if isinstance(message, AskStatistics):
-                channel.send(Statistics(engine.statistics()))
-            if isinstance(message, Numbered):
-                engine.heard = message.number
-            if isinstance(message, Submit):
-                engine.submit(message.submission)
-            elif isinstance(message, Abort):
-                engine.abort(message.request_id)
+            _take(engine, channel, message)
             stop |= isinstance(message, Stop)
         if asleep and engine.heard == heard_asleep:
             continue
+        num_run = engine.runner.num_tokens_run
         advanced, asleep = engine.step(stop=stop)
         heard_asleep = engine.heard
         if advanced:
-            channel.send(Advanced([progress_of(sequence) for sequence in advanced]))
+            num_tokens = engine.runner.num_tokens_run - num_run
+            channel.send(Advanced([progress_of(sequence) for sequence in advanced], num_tokens))
+
+
+def _take(engine: Engine, channel: RankChannel, message: ToRank) -> None:
+    if isinstance(message, Numbered):
+        engine.heard = message.number
+    if isinstance(message, Submit):
+        engine.submit(message.submission)
+    elif isinstance(message, Abort):
+        engine.abort(message.request_id)
+    elif isinstance(message, AskStatistics):
+        traffic = engine.traffic.report() if engine.group.rank == 0 else None
+        channel.send(Statistics(engine.statistics(), traffic))
+    elif isinstance(message, Record):
+        channel.send(_record(engine.traffic, message))
+
+
+def _record(traffic: Traffic, message: Record) -> Recorded:
+    try:
+        if message.action == "start":
+            return Recorded(traffic.start_record(message.budget_bytes))
+        return Recorded(traffic.stop_record() if message.action == "stop" else traffic.write_record(Path(message.path)))
+    except MoelessError as error:
+        return Recorded(0, str(error))
 
 
 def progress_of(sequence: Sequence) -> Progress:
     """What to tell a front end of a sequence that has just advanced."""
     ended = sequence.finish_reason is not None
     has_token = sequence.finish_reason != "error" and sequence.num_output > 0
+    is_first, scored = has_token and sequence.num_output == 1, sequence.params.prompt_logprobs is not None
     return Progress(
         request_id=sequence.request_id,
         index=sequence.index,
@@ -83,7 +107,8 @@ def progress_of(sequence: Sequence) -> Progress:
         logprobs=sequence.logprobs[-1] if has_token and sequence.logprobs else None,
         finish_reason=sequence.finish_reason,
         output=sequence.output() if ended else None,
-        prompt_logprobs=sequence.prompt_logprobs if ended and sequence.params.prompt_logprobs is not None else None,
+        prompt_logprobs=sequence.prompt_logprobs if scored and (is_first or ended) else None,
+        queue_s=sequence.started_s - sequence.arrived_s if is_first else None,
     )
 
 

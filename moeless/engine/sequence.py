@@ -38,6 +38,10 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_preemptions: int = 0
+    arrived_s: float = 0.0
+    """When it came to its rank, by that rank's clock."""
+    started_s: float = 0.0
+    """When its first step began; 0 before."""
     token_counts: Any = None
     """The sampler's [2, V] counts of prompt and output tokens; only under penalties."""
 

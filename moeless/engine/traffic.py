@@ -9,7 +9,6 @@ Legend: L MoE layers, E experts, G ranks, B time buckets.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ LAYER_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.01
 class Traffic:
     """See the module's head."""
 
-    def __init__(self, num_layers: int, num_experts: int, num_ranks: int) -> None:
-        """Start with nothing seen."""
+    def __init__(self, num_layers: int, num_experts: int, num_ranks: int, rank: int = 0) -> None:
+        """Start with nothing seen, on rank `rank`."""
         self.num_layers, self.num_experts, self.num_ranks = num_layers, num_experts, num_ranks
         self.tokens_LE = np.zeros((num_layers, num_experts), np.int64)
         """Assignments to each expert: a token counts once for each of its k experts."""
@@ -44,13 +43,16 @@ class Traffic:
         self._last_shares_LEG = np.zeros((num_layers, num_experts, num_ranks), np.int64)
         self._last_ready_LEG = np.zeros((num_layers, num_experts, num_ranks), bool)
         self._last_predicted: list[Ints | None] = [None] * num_layers
+        self._rank, self._top_k = rank, 0
+        self._sources_G = np.zeros(num_ranks, np.int64)
         self._recorder: Recorder | None = None
+        self._stopped: Recorder | None = None
 
     def note(
         self, layer: int, counts_GE: Ints, shares_EG: Ints, ready_EG: NDArray[np.bool_], predicted_E: Ints | None
     ) -> None:
         """Take in one layer of a step: where tokens came from, who computed them, over which replicas."""
-        counts_E = counts_GE.sum(0)
+        counts_E, self._sources_G = counts_GE.sum(0), counts_GE.sum(1)
         self.tokens_LE[layer] += counts_E
         self.rank_tokens_LG[layer] += shares_EG.sum(0)
         self._last_LE[layer] = counts_E
@@ -66,23 +68,51 @@ class Traffic:
         self.times_s_L[layer] += seconds
 
     def end_iteration(self, *, phase: Phase, num_tokens: int, duration_s: float) -> None:
-        """Close the step."""
+        """Close a step that had `num_tokens` tokens on this rank."""
+        if num_tokens:
+            self._top_k = int(self._sources_G[self._rank]) // num_tokens
         if self._recorder is not None:
-            self._recorder.end_iteration(phase=phase, num_tokens=num_tokens, duration_s=duration_s)
+            all_tokens = int(self._sources_G.sum()) // max(1, self._top_k)
+            self._recorder.end_iteration(phase=phase, num_tokens=all_tokens, duration_s=duration_s)
 
     def start_record(self, budget_bytes: float) -> int:
-        """Record from here on, in a ring that takes at most `budget_bytes`; how many steps it holds."""
+        """Record from here on, in a ring that takes at most `budget_bytes`; how many steps it holds.
+
+        Raises:
+            DataError: a record is running.
+        """
+        if self._recorder is not None:
+            raise DataError("an expert distribution record is already running; stop it first")
         cells = self.num_layers * self.num_experts
-        capacity = max(1, int(budget_bytes / (cells * (5 * self.num_ranks + 4) + 32)))
+        capacity = max(1, int(budget_bytes / (cells * (5 * self.num_ranks + 4) + 32)) - 1)
         self._recorder = Recorder(
             num_layers=self.num_layers, num_experts=self.num_experts, num_ranks=self.num_ranks, capacity=capacity
         )
+        self._stopped = None
         return capacity
 
-    def stop_record(self) -> Recorder | None:
-        """Record no more; what was recorded."""
-        recorder, self._recorder = self._recorder, None
-        return recorder
+    def stop_record(self) -> int:
+        """Record no more; how many steps there are to write. Raises `DataError` when no record is running."""
+        if self._recorder is None:
+            raise DataError("no expert distribution record is running")
+        self._stopped, self._recorder = self._recorder, None
+        return len(self._stopped)
+
+    def write_record(self, path: Path) -> int:
+        """Write the stopped or running record as a trace file; how many steps it has.
+
+        Raises:
+            DataError: there is no record, no step was recorded, or the folder cannot be written.
+            CapacityError: the disk is full.
+        """
+        recorder = self._recorder or self._stopped
+        if recorder is None:
+            raise DataError("there is no expert distribution record; start one first")
+        trace = recorder.snapshot(path.stem, {"top_k": self._top_k})
+        if trace is None:
+            raise DataError("nothing was recorded: no step has run since the record was started")
+        save_trace(path, trace)
+        return trace.num_iterations
 
     def gauges(self) -> dict[str, Any]:
         """What the last step with tokens looked like, one value a layer."""
@@ -103,28 +133,15 @@ class Traffic:
             "accuracy": accuracy,
         }
 
-    def sums(self) -> dict[str, Any]:
-        """The running sums as lists."""
+    def report(self) -> dict[str, Any]:
+        """The running sums and the gauges, as plain values."""
         return {
             "tokens": self.tokens_LE.tolist(),
             "rank_tokens": self.rank_tokens_LG.tolist(),
             "times": self.times_LB.tolist(),
             "times_s": self.times_s_L.tolist(),
+            **self.gauges(),
         }
-
-
-def write_record(recorder: Recorder, path: Path, metadata: Mapping[str, Any]) -> int:
-    """Write a record as a trace file; how many steps it has.
-
-    Raises:
-        DataError: no step was recorded, or the folder cannot be written.
-        CapacityError: the disk is full.
-    """
-    trace = recorder.snapshot(path.stem, metadata)
-    if trace is None:
-        raise DataError("nothing was recorded: no step has run since the record was started")
-    save_trace(path, trace)
-    return trace.num_iterations
 
 
 def _max_over_mean(loads_LG: Ints) -> list[float]:
