@@ -9,11 +9,16 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from moeless.bench.simulate_predict import predict_loads
+from moeless.bench.simulate_replay import replay_plans
 from moeless.config.model import ModelConfig
 from moeless.engine.ep import LocalGroup
 from moeless.engine.expert_layers import ExpertSettings, build_expert_layers
 from moeless.models.family import supports_packing
 from moeless.models.weights import load_skeleton
+from moeless.policy.balancers import make_balancer
+from moeless.policy.cost import TOKENS
+from moeless.policy.types import EpShape
 from tests.engine import work
 from tests.engine.ranks import RankPool
 from tests.tiny import FAMILIES, NUM_EXPERTS, NUM_LAYERS, TOP_K, VOCAB, save_tiny_checkpoint
@@ -135,3 +140,51 @@ def test_loads_are_counted_once(ranks: RankPool, reference: Reference) -> None:
             per_layer = [[3 * (7 + step) * TOP_K] * NUM_LAYERS for step in range(NUM_NEW)]
             assert counts.sum(-1).tolist() == per_layer
             assert (result["rank_counts"].sum(2) == counts).all()
+
+
+@pytest.mark.parametrize("fault", ["slow", "unreadable", "killed"])
+def test_loads_that_fail_are_left_out_and_shown(ranks: RankPool, reference: Reference, fault: str) -> None:
+    results = check(ranks, reference, "mixtral", make_prompts([2, 1]), fault=fault, num_slots=12)
+    metrics = results[0]["metrics"]
+    assert metrics["late"] > 0
+    pools = [result["metrics"]["pool"] for result in results]
+    if fault == "unreadable":
+        assert all(pool["failures"] > 0 and "Input/output error" in pool["last_error"] for pool in pools)
+    if fault == "killed":
+        assert all(pool["loader_restarts"] > 0 and "loader thread died" in pool["last_error"] for pool in pools)
+
+
+def test_a_failing_planner_leaves_the_last_placement_serving(ranks: RankPool, reference: Reference) -> None:
+    results = check(ranks, reference, "mixtral", make_prompts([2, 1]), fault="planner")
+    metrics = results[0]["metrics"]
+    assert metrics["plans"]["failed"] == (NUM_NEW - 2) * NUM_LAYERS
+    assert "the planner is broken" in metrics["last_error"]
+    before, *after = results[0]["placements"][1:]
+    assert all(placements == before for placements in after)
+
+
+@pytest.mark.parametrize("balancer", ["eplb", "moeless", "moeless-roofline"])
+def test_the_simulator_replays_the_engines_plans(ranks: RankPool, reference: Reference, balancer: str) -> None:
+    result = check(ranks, reference, "mixtral", make_prompts([3, 2]), balancer=balancer, predict=True)[0]
+    trace = result["trace"]
+    predicted = (
+        predict_loads("recorded", trace, distance=1, noise=0, seed=0, training=None)
+        if (trace.predicted_ILE is not None)
+        else None
+    )
+    shape = EpShape(NUM_EXPERTS, 2, NUM_EXPERTS + 2)
+    plans = replay_plans(trace, make_balancer(balancer, shape, NUM_LAYERS, TOKENS), 1, predicted)
+    assert [[plan.placement for plan in step] for step in plans] == result["placements"]
+    if balancer == "moeless":
+        assert predicted is not None
+        assert result["metrics"]["plan_changes"] > 0
+        assert result["metrics"]["plans"]["predicted"] == (NUM_LAYERS - 1) * NUM_NEW
+
+
+def test_the_oracle_is_perfectly_balanced_and_lossy(ranks: RankPool, reference: Reference) -> None:
+    folder, _ = reference.model("mixtral")
+    results = ranks.run(
+        work.generate, 2, folder=folder, prompts=make_prompts([4, 4]), num_new=NUM_NEW, balancer="oracle"
+    )
+    rows = [result["metrics"]["pool"]["rows_computed"] for result in results]
+    assert rows[0] == rows[1]

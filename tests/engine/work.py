@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -14,7 +16,7 @@ from moeless.config.model import ModelConfig
 from moeless.engine.dispatch import combine, dispatch, plan_route
 from moeless.engine.ep import Control, RankGroup, all_to_all
 from moeless.engine.expert_layers import ExpertLayers, ExpertSettings, build_expert_layers
-from moeless.errors import RankError
+from moeless.errors import CheckpointError, RankError
 from moeless.models.expert_store import ExpertStore, expert_bytes
 from moeless.models.weights import load_skeleton
 from moeless.policy.config import BalancerConfig
@@ -138,6 +140,7 @@ def generate(
     budget_experts: float | None = None,
     predict: bool = False,
     settle_loads: bool = False,
+    fault: str = "",
 ) -> dict[str, Any]:
     """Greedy tokens of this rank's prompts (all of one length), every step recomputed from the start.
 
@@ -147,8 +150,11 @@ def generate(
         budget_experts: memory in experts, less than the model has or more.
         predict: predict layer l+1 with its own router from layer l's input.
         settle_loads: wait for the loader after every step, so that replicas move in time.
+        fault: what goes wrong: `slow`, `unreadable` or `killed` loads, or a `planner` that fails from the third step.
     """
     loaded, store = load_skeleton(ModelConfig(model=folder))
+    if fault in ("slow", "unreadable", "killed"):
+        break_background_loads(store, fault)
     shape = EpShape(store.num_experts, group.size, num_slots or store.num_experts + group.size)
     recorder = Recorder(
         num_layers=len(loaded.layers), num_experts=store.num_experts, num_ranks=group.size, capacity=256
@@ -176,6 +182,8 @@ def generate(
         word = group.control(Control(has_work=working or later, time_us=step * 1000 if group.rank == 0 else 0))
         if not word.has_work:
             break
+        if fault == "planner" and step == 2:
+            layers.controller._balancer.broken = True
         layers.begin_step(word.time_us)
         if working:
             with torch.inference_mode():
@@ -200,6 +208,24 @@ def generate(
         "placements": placements,
         "wrong_slots": wrong,
     }
+
+
+def break_background_loads(store: ExpertStore, fault: str) -> None:
+    """From the 33rd background load on (the initial placement is unharmed) every second one goes wrong."""
+    read_into, calls = store.read_into, itertools.count()
+
+    def harmed(layer: int, expert: int, out: dict[str, torch.Tensor]) -> None:
+        in_background = threading.current_thread() is not threading.main_thread()
+        call = next(calls) if in_background else 0
+        if call > 32 and fault == "slow":
+            time.sleep(0.05)
+        elif call > 32 and call % 2 and fault == "unreadable":
+            raise CheckpointError(f"cannot read expert {expert} of MoE layer {layer}: Input/output error")
+        elif call > 32 and call % 2:
+            raise SystemExit  # ends the thread without a word
+        read_into(layer, expert, out)
+
+    store.read_into = harmed  # type: ignore[method-assign]
 
 
 def _slots_equal_their_experts(layers: ExpertLayers, store: ExpertStore) -> list[tuple[int, int]]:
