@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ def replacing(path: Path) -> Iterator[Path]:
             ) from error
         raise DataError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # where the folder could not be made, there is nothing to remove
+            partial.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

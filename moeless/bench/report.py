@@ -11,7 +11,7 @@ from moeless.bench.report_html import Section, render_page
 from moeless.bench.report_sections import describe
 from moeless.config.report import ReportConfig
 from moeless.errors import DataError
-from moeless.files import write_text
+from moeless.files import require_writable, write_text
 
 Draw = Callable[[dict[str, Any], Path], list[Path]]
 
@@ -26,6 +26,7 @@ def run_report(config: ReportConfig) -> dict[str, Any]:
         DataError: no such folder, no result file in it, or a damaged one.
     """
     results, skipped = find_results(config.folder)
+    require_writable(config.page.parent)
     pictures = config.page.with_suffix("")
     sections = []
     for path, result in results:

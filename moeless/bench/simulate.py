@@ -20,7 +20,7 @@ from moeless.bench.simulate_setup import Machine, Workload, build_machine, build
 from moeless.bench.simulate_sweep import sweep_points, sweep_row
 from moeless.bench.simulate_verdict import verdict
 from moeless.config.simulate import SimulateConfig
-from moeless.files import write_json
+from moeless.files import require_writable, write_json
 from moeless.policy.balancers import make_balancer
 from moeless.policy.config import BALANCERS, BalancerConfig
 from moeless.result import result_header
@@ -37,6 +37,7 @@ def run_simulate(config: SimulateConfig, *, show_progress: bool = False) -> dict
     Raises:
         UsageError, DataError, CapacityError: see `simulate_setup`.
     """
+    require_writable(config.out)
     source = load_source(config)
     methods = {name: _method(config, BALANCERS[name]) for name in ("static", *config.balancer_names)}
     points = sweep_points(config, source, methods)
