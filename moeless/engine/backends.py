@@ -108,7 +108,7 @@ class OnRanks:
 
     def __init__(self, config: EngineConfig) -> None:
         self._ranks = RankProcesses(config)
-        self.facts = self._ranks.facts
+        self.facts = self._ranks.wait_ready()
 
     def run(self, submissions: list[Submission]) -> dict[Key, Ended]:
         """See `Backend`. Each completion goes to the rank with the fewest tokens to run."""

@@ -31,6 +31,10 @@ class FrontChannel:
         except zmq.ZMQError as error:
             raise RankError(f"rank {rank} is not connected: {error}") from error
 
+    def fileno(self) -> int:
+        """What an event loop watches. It tells of changes only, so `receive` until None after it and after every send."""
+        return int(self._socket.getsockopt(zmq.FD))
+
     def receive(self, timeout_s: float) -> tuple[int, ToFront] | None:
         """The next message and the rank it is from; None after `timeout_s`."""
         if not self._socket.poll(round(timeout_s * 1_000)):

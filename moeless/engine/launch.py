@@ -87,17 +87,15 @@ class RankProcesses:
     """A group of rank processes on this host, and the line to each."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start `config.ep` ranks and wait until all have loaded the model.
-
-        Raises:
-            MoelessError: what went wrong on a rank; none is left running.
-        """
+        """Start `config.ep` ranks; each says `Ready` when it has loaded the model (see `wait_ready`)."""
         self.size = config.ep
+        self._config = config
         self._number = 0
-        self._is_ready = False
+        self.is_ready = False
+        """To be set when all ranks are, if not by `wait_ready`; then they are asked to end before they are killed."""
         self._folder = tempfile.TemporaryDirectory(prefix="moeless-")  # only this user may enter it
         address = f"ipc://{Path(self._folder.name) / 'ranks'}"
-        self._channel = FrontChannel(address)
+        self.channel = FrontChannel(address)
         self._store, port = host_store()
         self._processes: list[subprocess.Popen[str]] = []
         try:
@@ -112,11 +110,28 @@ class RankProcesses:
                     num_threads=max(1, (os.cpu_count() or 1) // self.size),
                 )
                 self._processes.append(start_rank(order))
-            self.facts = self._wait_ready(config.start_timeout)
-            self._is_ready = True
         except BaseException:
             self.close()
             raise
+
+    def wait_ready(self) -> ModelFacts:
+        """Wait until all ranks have loaded the model.
+
+        Raises:
+            MoelessError: what went wrong on a rank; none is left running.
+        """
+        facts: dict[int, ModelFacts] = {}
+        deadline = time.monotonic() + self._config.start_timeout
+        try:
+            while len(facts) < self.size:
+                rank, message = self.receive(max(0.1, deadline - time.monotonic()))
+                if isinstance(message, Ready):
+                    facts[rank] = message.facts
+        except BaseException:
+            self.close()
+            raise
+        self.is_ready = True
+        return facts[0]
 
     def send(self, rank: int, make: Callable[[int], Numbered]) -> None:
         """Send what `make` gives for the next number to `rank`, and wake the others.
@@ -126,7 +141,7 @@ class RankProcesses:
         """
         self._number += 1
         for other in range(self.size):
-            self._channel.send(other, make(self._number) if other == rank else Wake(self._number))  # type: ignore[arg-type]
+            self.channel.send(other, make(self._number) if other == rank else Wake(self._number))  # type: ignore[arg-type]
 
     def broadcast(self, make: Callable[[int], Numbered]) -> None:
         """Send what `make` gives for the next number to all ranks. Raises `RankError`."""
@@ -136,7 +151,7 @@ class RankProcesses:
     def tell_all(self, message: ToRank) -> None:
         """Send a message to all ranks as it is. Raises `RankError`."""
         for rank in range(self.size):
-            self._channel.send(rank, message)
+            self.channel.send(rank, message)
 
     def receive(self, timeout_s: float = 600.0) -> tuple[int, ToFront]:
         """The next message and the rank it is from.
@@ -146,9 +161,9 @@ class RankProcesses:
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            received = self._channel.receive(_POLL_S)
+            received = self.channel.receive(_POLL_S)
             if received is None:
-                self._check_alive()
+                self.check_alive()
             elif isinstance(received[1], Failed):
                 raise error_of(received[0], received[1])
             else:
@@ -157,7 +172,7 @@ class RankProcesses:
 
     def close(self) -> None:
         """End all ranks: asked first, killed if they don't; safe to call twice."""
-        if all(process.poll() is None for process in self._processes) and self._is_ready:
+        if all(process.poll() is None for process in self._processes) and self.is_ready:
             with suppress(RankError):
                 self.broadcast(Stop)
         else:
@@ -172,19 +187,11 @@ class RankProcesses:
                 process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-        self._channel.close()
+        self.channel.close()
         self._folder.cleanup()
 
-    def _wait_ready(self, timeout_s: float) -> ModelFacts:
-        facts: dict[int, ModelFacts] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(facts) < self.size:
-            rank, message = self.receive(max(0.1, deadline - time.monotonic()))
-            if isinstance(message, Ready):
-                facts[rank] = message.facts
-        return facts[0]
-
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raises `RankError` when a rank's process has ended."""
         for rank, process in enumerate(self._processes):
             code = process.poll()
             if code is not None:
