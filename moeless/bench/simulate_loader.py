@@ -13,16 +13,19 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from moeless.policy.types import LayerPlan, Placement, Replica, slots_used
+from moeless.policy.types import LayerPlan, Placement, Replica, replicas, slots_used
 
 
 def usable_replicas(wanted: Placement, warm: Placement) -> Placement:
-    """The replicas that tokens may be split over: an expert's wanted ones when all of them are warm, else all its warm
-    ones, so that an old replica keeps serving until the one that takes its place is there."""
+    """The replicas that tokens may be split over, by the engine's rule: an expert's wanted replicas that are warm.
+
+    Where there is none it is the first of its warm ones that linger, so that it serves until its successor is there.
+    """
     if wanted == warm:
         return warm
     return tuple(
-        want if want == have or set(want) <= set(have) else have for want, have in zip(wanted, warm, strict=True)
+        want if want == have else tuple(g for g in want if g in have) or have[:1]
+        for want, have in zip(wanted, warm, strict=True)
     )
 
 
@@ -39,6 +42,8 @@ class LayerReplicas:
     """Copied replicas that have not had a token yet."""
     warm_placement: Placement = ()
     usable: Placement = ()
+    complete: bool = False
+    """Whether every wanted replica is warm or has been asked for."""
 
     def refresh(self) -> None:
         self.warm_placement = tuple(tuple(sorted(ranks)) for ranks in self.warm)
@@ -74,19 +79,11 @@ class CopyEngines:
         self._done_us = [math.inf] * num_ranks
         self._next_done_us = math.inf
 
-    def resident(self, layer: int) -> Placement:
-        """Replicas of a layer that are warm, on their way, or waiting to be copied."""
-        state = self.layers[layer]
-        if not state.queued and not state.in_flight:
-            return state.warm_placement
-        hosts = [set(ranks) for ranks in state.warm]
-        for expert, rank in state.queued | state.in_flight:
-            hosts[expert].add(rank)
-        return tuple(tuple(sorted(ranks)) for ranks in hosts)
-
     def apply(self, layer: int, plan: LayerPlan, now_us: float) -> None:
-        """Make `plan` the wanted replicas: queue its copies, forget queued ones that are not wanted any more."""
+        """Make `plan` the wanted replicas: queue what is missing, `plan.copies` first, forget what is not wanted."""
         state = self.layers[layer]
+        if plan.placement == state.wanted and state.complete:
+            return
         if plan.placement != state.wanted:
             state.wanted = plan.placement
             stale = {(e, g) for e, g in state.queued if g not in plan.placement[e]}
@@ -95,11 +92,13 @@ class CopyEngines:
             state.queued -= stale
             self._make_room(state)
             state.refresh()
-        for expert, rank in plan.copies:
-            copy = (expert, rank)
-            if rank in state.warm[expert] or copy in state.queued or copy in state.in_flight:
+        state.complete = True
+        there = state.queued | state.in_flight
+        for expert, rank in (*plan.copies, *replicas(plan.placement)):
+            if rank in state.warm[expert] or (expert, rank) in there:
                 continue
-            state.queued.add(copy)
+            there.add((expert, rank))
+            state.queued.add((expert, rank))
             self._queues[rank].append((layer, expert))
             if self._current[rank] is None:
                 self._start(rank, now_us)

@@ -56,7 +56,7 @@ def _cost_table(rows: list[dict[str, Any]]) -> Table:
     table = _table("balancer", "billed GB·s", "resident GB·s", "MB/iter", "last 1/4", "warm", "cold", "late")
     for row in rows:
         cost = (f"{row['billed_gb_s']:.3g}", f"{row['resident_gb_s']:.3g}")
-        moved = [f"{row[key] / 1e6:.1f}" for key in (_MOVED, _MOVED + "_last_quarter")]
+        moved = [f"{row[key] / 1e6:,.{0 if row[key] >= 1e8 else 1}f}" for key in (_MOVED, _MOVED + "_last_quarter")]
         table.add_row(row["name"], *cost, *moved, *(str(row[key]) for key in ("warm", "cold", "late")))
     table.caption = (
         "billed: a layer's live replicas x that layer's time; resident: everything in memory x wall time; "

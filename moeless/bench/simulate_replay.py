@@ -175,7 +175,7 @@ class _Run:
         for layer in range(trace.num_layers):
             for target in _planned_at(layer, distance, trace.num_layers):
                 predicted = _prediction(trace, self.predicted_ILE, self.balancer, i, target)
-                plan = self.balancer.plan(i, target, predicted, copies.resident(target))
+                plan = self.balancer.plan(i, target, predicted, copies.layers[target].wanted)
                 copies.apply(target, plan, self.now_us)
             copies.advance(self.now_us)
             shares_LEG[layer], took_us = self._run_layer(i, layer)

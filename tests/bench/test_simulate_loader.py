@@ -18,7 +18,7 @@ def engines(start: Placement, num_ranks: int, slots_per_rank: int, copy_us: floa
 
 def want(copies: CopyEngines, placement: Placement, now_us: float) -> None:
     """Apply a plan that asks for `placement`."""
-    needed, dropped = moves(copies.resident(0), placement)
+    needed, dropped = moves(copies.layers[0].wanted, placement)
     copies.apply(0, LayerPlan(placement, tuple(needed), tuple(dropped)), now_us)
 
 
@@ -41,7 +41,7 @@ def test_a_copy_is_late_until_it_is_done() -> None:
     want(copies, ((0, 1), (0, 1)), now_us=5)
     copies.advance(14.9)
     assert copies.layers[0].usable == ((0,), (1,))
-    assert copies.resident(0) == ((0, 1), (0, 1))
+    assert copies.layers[0].in_flight == {(0, 1), (1, 0)}
     copies.advance(15)
     assert copies.layers[0].usable == ((0, 1), (0, 1))
     assert copies.num_copies == 2
@@ -83,7 +83,7 @@ def test_an_unused_copy_that_is_dropped_is_wasted() -> None:
 def test_usable_replicas() -> None:
     wanted: Placement = ((0, 1), (2,), (0,))
     assert usable_replicas(wanted, ((0, 1, 2), (2, 3), (0,))) == ((0, 1), (2,), (0,))
-    assert usable_replicas(wanted, ((0, 2), (3,), ())) == ((0, 2), (3,), ())
+    assert usable_replicas(wanted, ((0, 2), (3, 4), ())) == ((0,), (3,), ())
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 10), st.integers(0, 3))
