@@ -72,7 +72,7 @@ class ExpertController:
         self._planned_at = [0] * num_layers
         self._has_history = [False] * num_layers
         self._ready: list[tuple[bytes, Placement]] = [(b"", ())] * num_layers
-        self._ready_EG = residency.ready_LEG[0]
+        self._ready_EG = self._nothing_EG = np.zeros((self.num_experts, self.num_ranks), bool)
         for layer, placement in enumerate(self._placements):
             residency.want(layer, placement)
 
@@ -220,10 +220,9 @@ class ExpertController:
             if predicted_E is None:
                 return
             missing = sorted((m for m in missing if predicted_E[m[0]] > 0), key=lambda m: (-predicted_E[m[0]], m))
-        running = layer if busy is None else busy
-        busy_EG = self._residency.held_LEG[running].copy()
+        in_use = (layer, self._nothing_EG) if busy is None else (busy, self._ready_EG)
         for expert, rank in missing:
-            admitted, eviction = self._residency.admit(layer, expert, rank, self._now_us, (running, busy_EG))
+            admitted, eviction = self._residency.admit(layer, expert, rank, self._now_us, in_use)
             self._carry_out([eviction] if eviction else [])
             self.meters.copies += admitted
             if admitted and rank == self._rank:

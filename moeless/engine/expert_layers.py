@@ -30,6 +30,9 @@ from moeless.policy.types import EpShape
 from moeless.trace.recorder import Recorder
 from moeless.trace.routes import Phase
 
+NUM_SPARE = 2
+"""Slots a rank has beyond its plans, so that experts can change places."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSettings:
@@ -41,7 +44,7 @@ class ExpertSettings:
         cost: what plans are priced with; rank 0's on all ranks. By default tokens, as in the paper, until a device is
             measured (`moeless bench layers --calibrate`).
         num_slots: replicas a layer may have over all ranks; by default one each, and one more a rank.
-        budget_bytes: memory for experts on each rank; by default what `num_slots` takes in all layers, and one spare.
+        budget_bytes: memory for experts on each rank; by default what `num_slots` takes in all layers, and two spare.
             Less than the experts need makes a slower engine, not a wrong one.
         distance: layers ahead that predictions are for.
         keep_alive_s: how long a replica that no plan wants stays without a token.
@@ -148,10 +151,10 @@ def build_expert_layers(
     """
     num_layers, num_experts = len(source.ffns), source.num_experts
     shape = settings.shape(num_experts, group.size)
-    slots = num_layers * shape.slots_per_rank + 1
+    slots = num_layers * shape.slots_per_rank + NUM_SPARE
     if settings.budget_bytes is not None:
         slots = ExpertPool.slots_within(source, settings.budget_bytes, group.device)
-    residency = Residency(num_layers, num_experts, group.size, min(slots, num_layers * num_experts + 1))
+    residency = Residency(num_layers, num_experts, group.size, min(slots, num_layers * num_experts + NUM_SPARE))
     pool = ExpertPool(source, residency.slots_per_rank, group.device)
     controller = ExpertController(
         settings.make_balancer(shape, num_layers),

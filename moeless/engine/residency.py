@@ -8,6 +8,9 @@ slot is needed or `keep_alive_us` has passed without a token, and is warm at onc
 experts fit, an expert's last ready replica is never evicted; when they don't, any replica may be, the least recently
 used first.
 
+An expert that moves from a full rank to another full rank needs a slot before it frees one. So a further replica of an
+expert that is already where it should be never takes a rank's last free slot, and gives way to one that moves.
+
 Legend: L MoE layers, E experts, G ranks.
 """
 
@@ -105,9 +108,11 @@ class Residency:
         """
         if self.held_LEG[layer, expert, rank]:
             return True, None
+        placed = self.wanted_LEG[layer, expert] & self.held_LEG[layer, expert]
+        moves = must or not placed.any()
         eviction = None
-        if self.num_held_G[rank] >= self.slots_per_rank:
-            eviction = self._victim(rank, busy, must)
+        if self.slots_per_rank - self.num_held_G[rank] <= (0 if moves or not self.keeps_last else 1):
+            eviction = self._victim(rank, busy, must, moves)
             if eviction is None:
                 self.num_refused += 1
                 return False, None
@@ -122,20 +127,22 @@ class Residency:
         stale_LEG = self.held_LEG & ~self.wanted_LEG & (self.last_used_us_LEG <= now_us - keep_alive_us)
         dropped = []
         for layer, expert, rank in np.argwhere(stale_LEG).tolist():
-            if not self.keeps_last or self._others_ready(rank)[layer, expert]:
+            if not self.keeps_last or self._elsewhere(self.ready_LEG, rank)[layer, expert]:
                 self._release(layer, expert, rank)
                 dropped.append(Eviction(layer, expert, rank))
         return dropped
 
-    def _victim(self, rank: int, busy: tuple[int, Mask], must: bool) -> Eviction | None:
-        """The least recently used replica that may go: lingering ones first, then others when memory is short."""
+    def _victim(self, rank: int, busy: tuple[int, Mask], must: bool, moves: bool) -> Eviction | None:
+        """The least recently used replica that may go: lingering ones first, then others if it has to be."""
         free_LE = self.held_LEG[:, :, rank].copy()
         free_LE[busy[0]] &= ~busy[1][:, rank]
-        others_LE = self._others_ready(rank)
         lingering_LE = free_LE & ~self.wanted_LEG[:, :, rank]
-        choices = [lingering_LE & others_LE] if self.keeps_last else [lingering_LE]
-        if not self.keeps_last or must:
-            choices += [free_LE & others_LE, free_LE] if self.keeps_last else [free_LE]
+        if self.keeps_last:
+            choices = [lingering_LE & self._elsewhere(self.ready_LEG, rank)]
+            choices += [free_LE & self._elsewhere(self.ready_LEG & self.wanted_LEG, rank)] if moves else []
+            choices += [free_LE] if must else []
+        else:
+            choices = [lingering_LE, free_LE]
         for choice_LE in choices:
             if choice_LE.any():
                 age_LE = np.where(choice_LE, self.last_used_us_LEG[:, :, rank], np.iinfo(np.int64).max)
@@ -143,9 +150,9 @@ class Residency:
                 return Eviction(layer, expert, rank)
         return None
 
-    def _others_ready(self, rank: int) -> Mask:
-        """Experts [L, E] that are ready on a rank other than `rank`."""
-        elsewhere: Mask = (self.ready_LEG.sum(2) - self.ready_LEG[:, :, rank]) > 0
+    def _elsewhere(self, replicas_LEG: Mask, rank: int) -> Mask:
+        """Experts [L, E] with one of `replicas_LEG` on a rank other than `rank`."""
+        elsewhere: Mask = replicas_LEG.sum(2) - replicas_LEG[:, :, rank] > 0
         return elsewhere
 
     def _release(self, layer: int, expert: int, rank: int) -> None:

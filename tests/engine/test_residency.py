@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeless.engine.residency import FAILED, READY, Eviction, Residency
+from moeless.engine.residency import FAILED, NOT_READY, READY, Eviction, Residency
 from moeless.errors import CapacityError
-from moeless.policy.types import static_placement
+from moeless.policy.types import Placement, placement_of, static_placement
 
 NOTHING_BUSY = (0, np.zeros((4, 2), bool))
 
@@ -33,20 +33,24 @@ def test_too_few_slots_for_one_layer_are_refused() -> None:
 
 
 def test_nothing_moves_under_an_unchanged_plan() -> None:
-    residency = full(5)
+    residency = full(6)
     assert residency.missing(0) == residency.missing(1) == []
 
 
 def test_a_moved_expert_stays_until_it_is_ready_elsewhere() -> None:
     residency = full(5)
     residency.want(0, ((1,), (0,), (1,), (1,)))  # expert 0 moves from rank 0 to rank 1
+    residency.want(1, ((0,), (1,), (1,), (1,)))  # expert 1 does too
     assert residency.missing(0) == [(0, 1)]
     assert residency.admit(0, 0, 1, 5, NOTHING_BUSY) == (True, None)  # the spare slot
-    assert residency.admit(1, 0, 1, 6, NOTHING_BUSY) == (False, None)  # all others are the last of their kind
+    assert residency.admit(1, 1, 1, 6, NOTHING_BUSY) == (False, None)  # all others are the last of their kind
     assert residency.num_refused == 1
+    residency.want(1, ((0,), (0,), (0,), (1,)))  # another turn: expert 2 moves to rank 0
+    assert residency.admit(1, 2, 0, 7, NOTHING_BUSY) == (True, None)  # its spare slot
+    residency.want(1, ((0,), (0,), (0,), (0,)))
+    assert residency.admit(1, 3, 0, 8, NOTHING_BUSY) == (False, None)
     residency.confirm(0, np.full((2, 4), READY))
-    assert residency.admit(1, 2, 0, 7, NOTHING_BUSY) == (True, None)  # rank 0 has a spare slot too
-    assert residency.admit(1, 3, 0, 8, NOTHING_BUSY) == (True, Eviction(0, 0, 0))  # it lingered, and is elsewhere
+    assert residency.admit(1, 3, 0, 9, NOTHING_BUSY) == (True, Eviction(0, 0, 0))  # it lingered, and is elsewhere
 
 
 def test_busy_replicas_are_not_evicted() -> None:
@@ -54,26 +58,38 @@ def test_busy_replicas_are_not_evicted() -> None:
     residency.want(0, ((1,), (0,), (1,), (1,)))
     residency.admit(0, 0, 1, 5, NOTHING_BUSY)
     residency.confirm(0, np.full((2, 4), READY))
-    residency.admit(1, 2, 0, 7, NOTHING_BUSY)
+    residency.want(1, ((0,), (0,), (0,), (0,)))
+    assert residency.admit(1, 2, 0, 7, NOTHING_BUSY) == (True, None)
     busy = (0, np.eye(4, 2, dtype=bool))  # expert 0 on rank 0 is about to run
-    assert residency.admit(1, 3, 0, 8, busy) == (True, Eviction(1, 2, 0))  # though it was used later
+    assert residency.admit(1, 3, 0, 8, busy) == (False, None)
+
+
+def test_a_further_replica_leaves_the_last_slot_to_experts_that_move() -> None:
+    residency = full(5)
+    residency.want(0, ((0, 1), (0,), (1,), (1,)))
+    assert residency.admit(0, 0, 1, 5, NOTHING_BUSY) == (False, None)
+    residency = full(6)
+    residency.want(0, ((0, 1), (0,), (1,), (1,)))
+    assert residency.admit(0, 0, 1, 5, NOTHING_BUSY) == (True, None)
+    residency.want(1, ((1,), (1,), (1,), (1,)))
+    assert residency.admit(1, 0, 1, 6, NOTHING_BUSY) == (True, None)
+    residency.confirm(0, np.full((2, 4), READY))
+    assert residency.admit(1, 1, 1, 7, NOTHING_BUSY) == (True, Eviction(0, 0, 1))  # it gives way, though wanted
 
 
 def test_the_least_recently_used_goes_first_when_memory_is_short() -> None:
-    residency = full(3, num_layers=1)
-    assert residency.num_held_G.tolist() == [2, 2]
     residency = Residency(2, 4, 2, 3)
     for layer in (0, 1):
         residency.want(layer, static_placement(4, 2))
     for time, (layer, expert) in enumerate([(0, 0), (0, 1), (1, 0)]):
-        residency.admit(layer, expert, 0, time, NOTHING_BUSY)
+        assert residency.admit(layer, expert, 0, time, NOTHING_BUSY) == (True, None)
     residency.touch(0, np.array([[3, 0], [0, 0], [0, 0], [0, 0]]), 9)
     assert residency.admit(1, 1, 0, 10, NOTHING_BUSY, must=True) == (True, Eviction(0, 1, 0))
     assert residency.admit(0, 1, 0, 11, NOTHING_BUSY, must=True) == (True, Eviction(1, 0, 0))
 
 
 def test_keep_alive_drops_what_lingers_without_a_token() -> None:
-    residency = full(5)
+    residency = full(6)
     residency.want(0, ((0, 1), (0,), (1,), (1,)))
     residency.admit(0, 0, 1, 5, NOTHING_BUSY)
     residency.confirm(0, np.full((2, 4), READY))
@@ -86,7 +102,7 @@ def test_keep_alive_drops_what_lingers_without_a_token() -> None:
 
 
 def test_a_failed_load_gives_its_slot_back_on_all_ranks() -> None:
-    residency = full(5)
+    residency = full(6)
     residency.want(0, ((0, 1), (0,), (1,), (1,)))
     residency.admit(0, 0, 1, 5, NOTHING_BUSY)
     states = np.full((2, 4), READY)
@@ -94,6 +110,41 @@ def test_a_failed_load_gives_its_slot_back_on_all_ranks() -> None:
     assert residency.confirm(0, states) == [(0, 1)]
     assert residency.num_held_G.tolist() == [4, 4]
     assert residency.missing(0) == [(0, 1)]  # to be tried again
+
+
+def random_plan(rng: np.random.Generator, num_experts: int, num_ranks: int, slots: int) -> Placement:
+    """A home each, and further replicas at random, within the slots of a rank."""
+    room = [slots] * num_ranks
+    hosts: list[set[int]] = []
+    for _ in range(num_experts):
+        rank = int(rng.choice(np.flatnonzero(np.array(room) > 0)))
+        room[rank] -= 1
+        hosts.append({rank})
+    for expert, rank in rng.integers((num_experts, num_ranks), size=(num_experts, 2)).tolist():
+        if room[rank] and rank not in hosts[expert]:
+            room[rank] -= 1
+            hosts[expert].add(rank)
+    return placement_of(hosts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_ranks=st.integers(1, 4), extra=st.integers(0, 3))
+def test_every_plan_is_reached_in_the_end(seed: int, num_ranks: int, extra: int) -> None:
+    """With two spare slots a rank, whatever was going on before, a plan that stays is carried out."""
+    rng = np.random.default_rng(seed)
+    num_layers, num_experts = 3, 6
+    slots = -(-num_experts // num_ranks) + extra
+    residency = Residency(num_layers, num_experts, num_ranks, num_layers * slots + 2)
+    for step in range(60):
+        for layer in range(num_layers):
+            if step < 20:
+                residency.want(layer, random_plan(rng, num_experts, num_ranks, slots))
+            for expert, rank in residency.missing(layer):
+                residency.admit(layer, expert, rank, step, (layer, np.zeros((num_experts, num_ranks), bool)))
+            arrived = rng.random((num_ranks, num_experts)) < (0.5 if step < 20 else 1)
+            residency.confirm(layer, np.where(arrived, READY, NOT_READY))
+    assert all(not residency.missing(layer) for layer in range(num_layers))
+    assert (residency.num_held_G <= num_layers * slots + 2).all()
 
 
 @settings(max_examples=60, deadline=None)
