@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from moeless import __version__
+from moeless.config.finetune import FinetuneConfig
 from moeless.config.options import Config, flag_name
 from moeless.config.profile import ProfileConfig
 from moeless.config.report import ReportConfig
@@ -66,6 +67,14 @@ def report(config: ReportConfig) -> None:
     _emit(config, run_report(config), print_report)
 
 
+def finetune(config: FinetuneConfig) -> None:
+    """Train tiny predictors of expert loads, only for the layers whose own router falls short, and keep them."""
+    from moeless.train.finetune import run_finetune
+    from moeless.train.finetune_report import print_finetune
+
+    _emit(config, run_finetune(config), print_finetune)
+
+
 def _emit(config: Config, result: dict[str, Any], print_tables: Callable[[dict[str, Any]], None]) -> None:
     if config.json_output:
         print(json.dumps(result, allow_nan=False))
@@ -104,6 +113,7 @@ def _parameter(config_field: dataclasses.Field[Any], hint: Any) -> inspect.Param
 
 
 _add_command(app, ProfileConfig, profile)
+_add_command(app, FinetuneConfig, finetune)
 _add_command(bench, SimulateConfig, simulate)
 _add_command(bench, ReportConfig, report)
 

@@ -25,7 +25,8 @@ from moeless.train.store import CaptureStore
 from moeless.train.taps import Channel
 from moeless.train.tokens import TokenDocument, documents_hash, tokenize_corpus
 
-_STORE_BUDGET_BYTES = 256 * 2**20
+STORE_BUDGET_BYTES = 256 * 2**20
+"""Captured rows held in memory before they spill to disk."""
 _DEFAULT_POSITIONS = 4_096
 
 
@@ -93,7 +94,7 @@ def open_store(
     channels: tuple[Channel, ...],
     work: list[WorkItem],
     folder: Path | None,
-    budget_bytes: int = _STORE_BUDGET_BYTES,
+    budget_bytes: int = STORE_BUDGET_BYTES,
 ) -> CaptureStore:
     """A store for this capture, after checking that a folder's disk can hold it."""
     fingerprint = {

@@ -74,13 +74,24 @@ class CaptureStore:
 
     def column(self, name: str, layer: int | None = None) -> torch.Tensor:
         """One column over all rows, alone: `phases`, `documents` ..., or channel `name` of one `layer`."""
+        return torch.cat(list(self.parts(name, layer)))
+
+    def parts(self, name: str, layer: int | None = None) -> Iterator[torch.Tensor]:
+        """The same, one shard or buffered item at a time, for columns larger than memory."""
         key = name if layer is None else f"{name}.{layer}"
-        parts = []
         for shard in self._shards:
             with safe_open(self._shard_path(shard), "pt") as file:
-                parts.append(file.get_tensor(key))
-        parts += [getattr(rows, name) if layer is None else rows.channels[name][layer] for rows in self._buffer]
-        return torch.cat(parts)
+                yield file.get_tensor(key)
+        for rows in self._buffer:
+            yield getattr(rows, name) if layer is None else rows.channels[name][layer]
+
+    @property
+    def channels(self) -> set[str]:
+        """Names of the channels that were recorded."""
+        if self._buffer:
+            return set(self._buffer[0].channels)
+        names = read_header(self._shard_path(self._shards[0])) if self._shards else {}
+        return {name.partition(".")[0] for name in names if "." in name}
 
     def close(self) -> None:
         """Remove the temporary folder, if one was needed."""
