@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moeless.bench.report_figures import draw_result
 from moeless.bench.report_html import Section, render_page
 from moeless.bench.report_sections import describe
 from moeless.config.report import ReportConfig
 from moeless.errors import DataError
 from moeless.files import require_writable, write_text
-
-Draw = Callable[[dict[str, Any], Path], list[Path]]
 
 _MAX_BYTES = 64 << 20
 """A JSON file larger than this is no result file."""
@@ -31,7 +29,7 @@ def run_report(config: ReportConfig) -> dict[str, Any]:
     sections = []
     for path, result in results:
         name = str(path.relative_to(config.folder))
-        drawn = _draw(result, pictures / path.relative_to(config.folder).with_suffix("")) if config.plots else []
+        drawn = draw_result(result, pictures / path.relative_to(config.folder).with_suffix("")) if config.plots else []
         sections.append(describe(name, result, drawn))
     write_text(config.page, render_page(f"moeless: {config.folder.resolve().name}", sections))
     return {
@@ -91,29 +89,3 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= _MAX_BYTES else None
     except (OSError, ValueError):
         return None
-
-
-def _draw(result: dict[str, Any], folder: Path) -> list[Path]:
-    """The pictures of a result whose schema has any; drawn anew from the file alone."""
-    from moeless.bench.figures import open_figures
-
-    draw = _DRAWERS.get(str(result["schema"]))
-    if draw is None or open_figures(folder) is None:
-        return []
-    folder.mkdir(parents=True, exist_ok=True)
-    return draw(result, folder)
-
-
-def _draw_profile(result: dict[str, Any], folder: Path) -> list[Path]:
-    from moeless.train.profile_report import draw_profile
-
-    return [Path(path) for path in draw_profile(result, folder)]
-
-
-def _draw_simulate(result: dict[str, Any], folder: Path) -> list[Path]:
-    from moeless.bench.simulate_plots import draw_simulate
-
-    return draw_simulate(result, folder)
-
-
-_DRAWERS: dict[str, Draw] = {"moeless.profile/1": _draw_profile, "moeless.simulate/1": _draw_simulate}

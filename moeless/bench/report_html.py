@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+_TEXT = ' class="text"'
+
 MAX_ROWS = 60
 """Rows of a table that are shown; the rest is in the result file."""
 
@@ -26,7 +28,7 @@ nav a { margin-right: 14px; } a { color: #1456b8; text-decoration: none; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; } th, td { padding: 3px 10px; border-bottom: 1px solid var(--line); text-align: right; }
 th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-td.text { text-align: left; } figure { margin: 14px 0; } img { max-width: 100%; height: auto; }
+.text { text-align: left; } figure { margin: 14px 0; } img { max-width: 100%; height: auto; }
 details { margin-top: 12px; } summary { color: var(--soft); cursor: pointer; font-size: 13px; }
 """
 
@@ -95,7 +97,11 @@ def _section(index: int, section: Section) -> str:
 
 
 def _table(table: Table, titled: bool = True) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
+    wordy = [any(isinstance(row[i], str) for row in table.rows) for i in range(len(table.columns))]
+    head = "".join(
+        f"<th{_TEXT if is_text else ''}>{escape(column)}</th>"
+        for column, is_text in zip(table.columns, wordy, strict=True)
+    )
     rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows[:MAX_ROWS])
     more = len(table.rows) - MAX_ROWS
     rest = f'<div class="note">{more:,} more rows in the file</div>' if more > 0 else ""
@@ -104,8 +110,7 @@ def _table(table: Table, titled: bool = True) -> str:
 
 
 def _cell(value: Any) -> str:
-    kind = ' class="text"' if isinstance(value, str) else ""
-    return f"<td{kind}>{escape(format_value(value))}</td>"
+    return f"<td{_TEXT if isinstance(value, str) else ''}>{escape(format_value(value))}</td>"
 
 
 def _picture(path: Path) -> str:

@@ -55,7 +55,7 @@ def describe(file: str, result: Result, pictures: list[Path]) -> Section:
 
 def key_table(title: str, values: dict[str, Any]) -> Table:
     """Every scalar in a nest of dictionaries, one a row, under its dotted path."""
-    rows = tuple((key, _short(value)) for key, value in flatten(values).items() if not _is_table(value))
+    rows = tuple((key, format_value(_short(value))) for key, value in flatten(values).items() if not _is_table(value))
     return Table(title=title, columns=("key", "value"), rows=rows)
 
 
@@ -121,6 +121,16 @@ def _read_profile(result: Result) -> tuple[list[str], list[Table]]:
     ]
 
 
+def _read_finetune(result: Result) -> tuple[list[str], list[Table]]:
+    layers = result["layers"]
+    verdicts = [row["verdict"] for row in layers]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
+    columns = ("target_layer", "distance", "source", "before", "after", "verdict", "loss", "adapter_rank", "seconds")
+    rest = {key: value for key, value in result.items() if key not in (*_HEADER, "notes", "layers")}
+    headline = f"{len(layers)} predictors: {counts} (h = {format_value(result['threshold'])} of {result['metric']})"
+    return [headline], [row_table("predictors", layers, columns), key_table("values", rest)]
+
+
 def _read_any(result: Result) -> tuple[list[str], list[Table]]:
     """Scalars in one table, and one table for every list of dictionaries."""
     rest = {key: value for key, value in result.items() if key not in (*_HEADER, "notes")}
@@ -149,4 +159,5 @@ def _as_list(value: Any) -> list[Any]:
 _READERS: dict[str, Callable[[Result], tuple[list[str], list[Table]]]] = {
     "moeless.simulate/1": _read_simulate,
     "moeless.profile/1": _read_profile,
+    "moeless.finetune/1": _read_finetune,
 }

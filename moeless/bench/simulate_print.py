@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -86,7 +87,7 @@ def _sweep_table(sweep: str, points: list[dict[str, Any]]) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right")

@@ -99,3 +99,24 @@ def test_folders_without_results(tmp_path: Path) -> None:
 )
 def test_values(value: Any, text: str) -> None:
     assert format_value(value) == text
+
+
+def test_finetune_section_and_picture(tmp_path: Path) -> None:
+    rows = [
+        {"target_layer": t, "distance": 1, "source": "gate-input", "before": 0.5, "after": after, "verdict": verdict}
+        for t, after, verdict in ((1, 0.9, "tuned"), (2, 0.5, "rejected"), (3, 0.9, "tuned"))
+    ]
+    unknown = {"target_layer": 0, "distance": 1, "source": None, "before": None, "after": None, "verdict": "no-source"}
+    write(
+        tmp_path / "finetune.json",
+        schema="moeless.finetune/1",
+        source="live",
+        metric="token-recall",
+        threshold=0.8,
+        layers=[unknown, *rows],
+        num_parameters=7,
+    )
+    summary = run_report(ReportConfig(folder=tmp_path))
+    page = (tmp_path / "report.html").read_text()
+    assert "4 predictors: 1 no-source, 2 tuned, 1 rejected (h = 0.8 of token-recall)" in page
+    assert summary["results"][0]["num_pictures"] == 1

@@ -1,0 +1,59 @@
+"""The report's own pictures, and which result has which: everything is drawn anew from the result file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moeless.bench.figures import open_figures
+
+Result = dict[str, Any]
+
+
+def draw_result(result: Result, folder: Path) -> list[Path]:
+    """Write the pictures of a result to `folder`; none for a schema without any, or without matplotlib."""
+    draw = _DRAWERS.get(str(result["schema"]))
+    if draw is None or open_figures(folder) is None:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    return draw(result, folder)
+
+
+def _draw_profile(result: Result, folder: Path) -> list[Path]:
+    from moeless.train.profile_report import draw_profile
+
+    return [Path(path) for path in draw_profile(result, folder)]
+
+
+def _draw_simulate(result: Result, folder: Path) -> list[Path]:
+    from moeless.bench.simulate_plots import draw_simulate
+
+    return draw_simulate(result, folder)
+
+
+def _draw_finetune(result: Result, folder: Path) -> list[Path]:
+    """Accuracy before and after, layer by layer, one panel a distance."""
+    figures = open_figures(folder)
+    rows = [row for row in result["layers"] if row["before"] is not None]
+    if figures is None or not rows:
+        return []
+    distances = sorted({row["distance"] for row in rows})
+    figure, panels = figures.new(len(distances), width=max(6.0, 4.5 * len(distances)))
+    for panel, distance in zip(panels, distances, strict=True):
+        chosen = sorted((r for r in rows if r["distance"] == distance), key=lambda r: int(r["target_layer"]))
+        layers = [row["target_layer"] for row in chosen]
+        panel.plot(layers, [row["before"] for row in chosen], "o--", color="tab:gray", label="before")
+        panel.plot(layers, [row["after"] for row in chosen], "o-", color="tab:blue", label="after")
+        panel.axhline(result["threshold"], color="tab:red", linestyle=":", label="threshold h")
+        panel.set(title=f"d = {distance}", xlabel="target layer", ylabel=result["metric"], ylim=(0, 1.02))
+    panels[0].legend(frameon=False)
+    figures.save(figure, "accuracy.png")
+    return figures.written
+
+
+_DRAWERS: dict[str, Callable[[Result, Path], list[Path]]] = {
+    "moeless.profile/1": _draw_profile,
+    "moeless.finetune/1": _draw_finetune,
+    "moeless.simulate/1": _draw_simulate,
+}
