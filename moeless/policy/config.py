@@ -62,7 +62,7 @@ class BalancerConfig:
     cv_threshold: float = 0.2
     stop_when_unprofitable: bool = False
     horizon: float = 200.0
-    copy_price: float = 0.1
+    copy_price: float = 0.05
     min_gain: float = 0.003
     num_errors: float = 1.0
     drift: float = 0.05

@@ -86,34 +86,55 @@ def proposals(
     placement: Placement, times_KG: Floats, samples_KE: Ints, shape: EpShape, cost: CostModel
 ) -> list[Placement]:
     """Placements one step away, the most promising first."""
-    loads_KE = cost.expert_us(samples_KE)
-    on_EG = as_mask(placement, shape.num_ranks)
-    softness = np.maximum(_SOFTNESS * times_KG.max(1, keepdims=True), 1e-30)
-    pressure_KG = np.exp((times_KG - times_KG.max(1, keepdims=True)) / softness)
-    pressure_KG /= pressure_KG.sum(1, keepdims=True)
-    found = _swaps(placement, on_EG, times_KG, pressure_KG, loads_KE, shape)
-    found += _additions(placement, on_EG, times_KG, pressure_KG, loads_KE, shape)
+    picture = Picture(placement, times_KG, cost.expert_us(samples_KE), shape)
+    found = _swaps(picture) + _additions(picture)
     found.sort(key=lambda entry: -entry[0])
     return list(dict.fromkeys(option for _, option in found))
 
 
-def _swaps(
-    placement: Placement,
-    on_EG: np.ndarray,
-    times_KG: Floats,
-    pressure_KG: Floats,
-    loads_KE: Floats,
-    shape: EpShape,
-    most: int = 8,
-) -> list[tuple[float, Placement]]:
+class Picture:
+    """A placement under load: what stands where, and which ranks are slow.
+
+    Attributes:
+        on_EG: replicas.
+        pressure_KG: the price of one more microsecond on a rank: a soft version of "is the slowest", rows sum to 1.
+    """
+
+    def __init__(self, placement: Placement, times_KG: Floats, loads_KE: Floats, shape: EpShape) -> None:
+        """`times_KG` are the ranks' times under the split, `loads_KE` the experts' times undivided, us."""
+        self.placement = placement
+        self.times_KG = times_KG
+        self.loads_KE = loads_KE
+        self.shape = shape
+        self.on_EG = as_mask(placement, shape.num_ranks)
+        top_K1 = times_KG.max(1, keepdims=True)
+        pressure_KG = np.exp((times_KG - top_K1) / np.maximum(_SOFTNESS * top_K1, 1e-30))
+        self.pressure_KG: Floats = pressure_KG / pressure_KG.sum(1, keepdims=True)
+
+    def addition_gains(self) -> Floats:
+        """First-order gain of one more replica of an expert on a rank [E, G], us; 0 where it has one already.
+
+        What may flow there is limited by half the gap between the slowest host and that rank.
+        """
+        hosts = self.placement
+        slowest_KE = np.stack([self.times_KG[:, ranks].max(1) for ranks in hosts], axis=1)
+        pressure_KE = np.stack([self.pressure_KG[:, ranks].max(1) for ranks in hosts], axis=1)
+        gap_KEG = np.maximum(slowest_KE[:, :, None] - self.times_KG[:, None, :], 0) * 0.5
+        flow_KEG = np.minimum((self.loads_KE / self.on_EG.sum(1))[:, :, None], gap_KEG)
+        gain_EG = (flow_KEG * np.maximum(pressure_KE[:, :, None] - self.pressure_KG[:, None, :], 0)).mean(0)
+        return _rounded(np.where(self.on_EG, 0.0, gain_EG))
+
+
+def _swaps(picture: Picture, most: int = 8) -> list[tuple[float, Placement]]:
     """Exchange the replica in slot i of a slow rank with that in slot j elsewhere, or move it to an empty slot."""
+    on_EG, times_KG, pressure_KG = picture.on_EG, picture.times_KG, picture.pressure_KG
     expert_R, rank_R = np.nonzero(on_EG)
-    empty_G = np.flatnonzero(on_EG.sum(0) < shape.slots_per_rank)
-    load_KR = loads_KE[:, expert_R] / on_EG.sum(1)[expert_R]
+    empty_G = np.flatnonzero(on_EG.sum(0) < picture.shape.slots_per_rank)
+    load_KR = picture.loads_KE[:, expert_R] / on_EG.sum(1)[expert_R]
     expert_J = np.concatenate([expert_R, np.full(len(empty_G), -1)])
     rank_J = np.concatenate([rank_R, empty_G])
     load_KJ = np.concatenate([load_KR, np.zeros((len(load_KR), len(empty_G)))], axis=1)
-    slow = np.argsort(-pressure_KG.mean(0), kind="stable")[: max(4, shape.num_ranks // 8)]
+    slow = np.argsort(-_rounded(pressure_KG.mean(0)), kind="stable")[: max(4, picture.shape.num_ranks // 8)]
     from_R = np.flatnonzero(np.isin(rank_R, slow))
     i, j = (index.ravel() for index in np.meshgrid(from_R, np.arange(len(expert_J)), indexing="ij"))
     legal = ~on_EG[expert_R[i], rank_J[j]] & ((expert_J[j] < 0) | ~on_EG[expert_J[j], rank_R[i]])
@@ -129,30 +150,16 @@ def _swaps(
         changes = [(int(expert_R[i[t]]), int(source[t]), int(target[t]))]
         if expert_J[j[t]] >= 0:
             changes.append((int(expert_J[j[t]]), int(target[t]), int(source[t])))
-        found.append((float(gain[t]), _changed(placement, changes)))
+        found.append((float(gain[t]), _changed(picture.placement, changes)))
     return found
 
 
-def _additions(
-    placement: Placement,
-    on_EG: np.ndarray,
-    times_KG: Floats,
-    pressure_KG: Floats,
-    loads_KE: Floats,
-    shape: EpShape,
-    most: int = 8,
-) -> list[tuple[float, Placement]]:
+def _additions(picture: Picture, most: int = 8) -> list[tuple[float, Placement]]:
     """Add a replica in a free slot, or in the place of another expert's spare replica on that rank."""
-    copies_E = on_EG.sum(1)
-    slowest_KE = np.stack([times_KG[:, ranks].max(1) for ranks in placement], axis=1)
-    pressure_KE = np.stack([pressure_KG[:, ranks].max(1) for ranks in placement], axis=1)
-    gap_KEG = np.maximum(slowest_KE[:, :, None] - times_KG[:, None, :], 0) * 0.5
-    flow_KEG = np.minimum((loads_KE / copies_E)[:, :, None], gap_KEG)
-    gain_EG = (flow_KEG * np.maximum(pressure_KE[:, :, None] - pressure_KG[:, None, :], 0)).mean(0)
-    gain_EG = _rounded(gain_EG)
-    gain_EG[on_EG] = -1.0
+    shape, placement = picture.shape, picture.placement
+    copies_E, used_G = picture.on_EG.sum(1), picture.on_EG.sum(0)
+    gain_EG = picture.addition_gains()
     has_room = num_replicas(placement) < shape.num_slots
-    used_G = on_EG.sum(0)
     found = []
     for t in np.argsort(-gain_EG, axis=None, kind="stable")[:most].tolist():
         expert, rank = divmod(t, shape.num_ranks)
@@ -162,8 +169,8 @@ def _additions(
         if has_room and used_G[rank] < shape.slots_per_rank:
             found.append((gain, _changed(placement, [(expert, -1, rank)])))
             continue
-        for spare in np.flatnonzero(on_EG[:, rank] & (copies_E > 1)).tolist():
-            lost = 0.05 * float(loads_KE[:, spare].mean())
+        for spare in np.flatnonzero(picture.on_EG[:, rank] & (copies_E > 1)).tolist():
+            lost = 0.05 * float(picture.loads_KE[:, spare].mean())
             found.append((gain - lost, _changed(placement, [(expert, -1, rank), (spare, rank, -1)])))
     return found
 

@@ -69,11 +69,10 @@ class LayeredBalancer:
                 state.target = self._place(layer, loads_E, resident)
                 state.next_plan = iteration + max(1, config.interval)
         copies, drops = moves(resident, state.target)
-        if len(copies) > 1:
-            loads_E = self._loads(state, predicted_E)
-            if loads_E is not None:
-                per_copy = {e: loads_E[e] / len(state.target[e]) for e, _ in copies}
-                copies.sort(key=lambda replica: (-per_copy[replica[0]], replica))
+        loads_E = self._loads(state, predicted_E) if len(copies) > 1 else None
+        if loads_E is not None:
+            loads = loads_E.tolist()
+            copies.sort(key=lambda copy: (-loads[copy[0]] / len(state.target[copy[0]]), copy))
         return LayerPlan(state.target, tuple(copies), tuple(drops))
 
     def split(self, layer: int, counts_E: Ints, ready: Placement) -> Ints:

@@ -64,9 +64,16 @@ def weights_of(samples_KE: Ints, cost: CostModel) -> list[float]:
     return weights
 
 
-def candidates(history_KE: Ints, shape: EpShape, cost: CostModel, cv_threshold: float = 0.2) -> Iterator[Placement]:
-    """The portfolio for the mean loads of `history_KE`, the likeliest best first, made as they are asked for."""
+def candidates(
+    history_KE: Ints, shape: EpShape, cost: CostModel, resident: Placement | None = None, cv_threshold: float = 0.2
+) -> Iterator[Placement]:
+    """The portfolio for the mean loads of `history_KE`, the likeliest best first, made as they are asked for.
+
+    With `resident` replicas there is one more ring, that needs few copies.
+    """
     weights = weights_of(history_KE, cost)
+    if resident is not None and all(resident):
+        yield ring(weights, shape, 2, resident)
     for most in dict.fromkeys((2, 3, shape.num_ranks)):
         yield ring(weights, shape, most)
     for most in dict.fromkeys((2, shape.num_ranks)):

@@ -32,33 +32,56 @@ def num_copies(weights_E: Sequence[float], shape: EpShape, max_copies: int) -> l
     return copies
 
 
-def ring(weights_E: Sequence[float], shape: EpShape, max_copies: int = 2) -> Placement:
+def ring(
+    weights_E: Sequence[float], shape: EpShape, max_copies: int = 2, resident: Placement | None = None
+) -> Placement:
     """Replicated experts in rings over all ranks, the rest packed heaviest first onto what room is left.
 
     The j-th replicated expert, heaviest first, starts at rank 0, G/2, 1, G/2 + 1, ... and steps 1 rank on for each
     further replica in the first lap over the ranks, 3 in the second, 5 in the third.
+
+    Args:
+        resident: replicas that need no copy. The ring is then turned to where most of it is resident, and an expert
+            with one replica stays where it is while that rank is not above the mean: the ring evens out the rest.
     """
-    num_ranks = shape.num_ranks
     copies = num_copies(weights_E, shape, max_copies)
     order = sorted(range(len(weights_E)), key=lambda e: (-weights_E[e], e))
+    replicated = [e for e in order if copies[e] > 1]
+    turns = range(shape.num_ranks) if resident else range(1)
+    rings = [_rings(replicated, copies, shape, turn) for turn in turns]
+    laid = rings[0]
+    if resident:
+        common = [sum(len({*ranks} & {*resident[e]}) for e, ranks in one.items()) for one in rings]
+        laid = rings[common.index(max(common))]
+    hosts = [laid.get(expert, []) for expert in range(len(weights_E))]
+    room, load = [shape.slots_per_rank] * shape.num_ranks, [0.0] * shape.num_ranks
+    for expert, ranks in laid.items():
+        for rank in ranks:
+            room[rank] -= 1
+            load[rank] += weights_E[expert] / len(ranks)
+    _pack([e for e in order if copies[e] == 1], weights_E, hosts, load, room, resident)
+    return placement_of(hosts)
+
+
+def _rings(replicated: Sequence[int], copies: Sequence[int], shape: EpShape, turn: int) -> dict[int, list[int]]:
+    """The hosts of the replicated experts, all turned by `turn` ranks."""
+    num_ranks = shape.num_ranks
     half = (num_ranks + 1) // 2
     starts = [rank for pair in range(half) for rank in (pair, pair + half) if rank < num_ranks]
-    room, load = [shape.slots_per_rank] * num_ranks, [0.0] * num_ranks
-    hosts: list[list[int]] = [[] for _ in weights_E]
-    replicated = [e for e in order if copies[e] > 1]
+    room = [shape.slots_per_rank] * num_ranks
+    hosts: dict[int, list[int]] = {}
     for j, expert in enumerate(replicated):
         lap, i = divmod(j, num_ranks)
-        rank = starts[i]
+        rank = (starts[i] + turn) % num_ranks
+        hosts[expert] = []
         for _ in range(copies[expert]):
-            free = [r for r in _around(rank, num_ranks) if room[r] and r not in hosts[expert]]
+            free = [r for r in (*range(rank, num_ranks), *range(rank)) if room[r] and r not in hosts[expert]]
             if not free:
                 break
             hosts[expert].append(free[0])
             room[free[0]] -= 1
-            load[free[0]] += weights_E[expert] / copies[expert]
             rank = (free[0] + 1 + 2 * lap) % num_ranks
-    _pack([e for e in order if copies[e] == 1], weights_E, hosts, load, room)
-    return placement_of(hosts)
+    return hosts
 
 
 def packing(weights_E: Sequence[float], shape: EpShape, max_copies: int = 2) -> Placement:
@@ -79,21 +102,20 @@ def packing(weights_E: Sequence[float], shape: EpShape, max_copies: int = 2) -> 
     return placement_of(hosts)
 
 
-def _around(rank: int, num_ranks: int) -> list[int]:
-    return [*range(rank, num_ranks), *range(rank)]
-
-
 def _pack(
-    experts: Sequence[int], weights_E: Sequence[float], hosts: list[list[int]], load: list[float], room: list[int]
+    experts: Sequence[int],
+    weights_E: Sequence[float],
+    hosts: list[list[int]],
+    load: list[float],
+    room: list[int],
+    resident: Placement | None,
 ) -> None:
-    """One replica of each of `experts` to the least loaded rank with room."""
-    heap = [(load[rank], rank) for rank in range(len(load)) if room[rank]]
-    heapq.heapify(heap)
+    """One replica of each of `experts`: where it is resident if that stays below the mean, else where load is least."""
+    mean = sum(weights_E) / len(load)
     for expert in experts:
-        time, rank = heap[0]
+        warm = [r for r in (resident[expert] if resident else ()) if room[r] and load[r] + weights_E[expert] <= mean]
+        ranks = warm or [r for r in range(len(load)) if room[r]]
+        rank = min(ranks, key=load.__getitem__)
         hosts[expert].append(rank)
         room[rank] -= 1
-        if room[rank]:
-            heapq.heapreplace(heap, (time + weights_E[expert], rank))
-        else:
-            heapq.heappop(heap)
+        load[rank] += weights_E[expert]

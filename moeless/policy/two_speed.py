@@ -25,7 +25,7 @@ from moeless.policy.types import EpShape, Floats, Ints, Placement, moves
 # at once for a change of traffic, late for a small drift, rarely for noise (Page's cumulative sum test).
 _EXCESS = 0.6
 
-# Steps of a routine plan, and of one that starts afresh.
+# Steps of a routine plan, and of one after an alarm or from scratch.
 _FEW_STEPS = 2
 _MORE_STEPS = 4
 
@@ -100,18 +100,19 @@ def update(
         return
     if alarmed or state.promised is None:
         state.stable_since = iteration
-    afresh = alarmed or state.promised is None or config.needs_truth or state.wait >= _MAX_BACKOFF * config.interval
+    # After an alarm a few steps help at once, where a new start would keep all ranks copying for long.
+    afresh = not alarmed and (state.promised is None or state.wait >= _MAX_BACKOFF * config.interval)
     # Traffic that has been stable for long is expected to stay so for as long again.
     horizon = max(config.horizon, iteration - state.stable_since)
     step_price = StepPrice(config.min_gain, config.copy_price * cost.copy_us / horizon, config.num_errors)
     before = state.target
     samples_KE = thinned(history_KE, config.num_samples)
+    steps = 0 if config.needs_truth else _MORE_STEPS if afresh or alarmed else _FEW_STEPS
+    state.target, time = improve(before, samples_KE, shape, cost, steps, step_price, resident)
     if afresh:
-        start = best_start(before, history_KE, samples_KE, resident, shape, cost, step_price)
-        steps = 0 if config.needs_truth else _MORE_STEPS
-        state.target, time = improve(start, samples_KE, shape, cost, steps, step_price, resident)
-    else:
-        state.target, time = improve(before, samples_KE, shape, cost, _FEW_STEPS, step_price, resident)
+        start = best_start(state.target, history_KE, samples_KE, resident, shape, cost, step_price)
+        if start != state.target:
+            state.target, time = improve(start, samples_KE, shape, cost, steps, step_price, resident)
     state.promised = time / max(cost.bound_us(samples_KE, shape.num_ranks), 1e-30)
     changed = alarmed or state.target != before
     state.wait = config.interval if changed else min(2 * state.wait, _MAX_BACKOFF * config.interval)
@@ -136,10 +137,15 @@ def best_start(
     num_copies = len(moves(resident, current)[0])
     best, best_value, best_K = current, float(current_K.mean()), current_K
     good_enough = 1.002 * cost.bound_us(samples_KE, shape.num_ranks)
-    for candidate in candidates(history_KE, shape, cost):
+    copies_cost = step_price.us_per_copy > 0
+    seen = {current}
+    for candidate in candidates(history_KE, shape, cost, resident if copies_cost else None):
         if best_value <= good_enough:
             break
-        option = align(candidate, resident, shape) if step_price.us_per_copy > 0 else candidate
+        option = align(candidate, resident, shape) if copies_cost else candidate
+        if option in seen:
+            continue
+        seen.add(option)
         due = step_price.us_per_copy * (len(moves(resident, option)[0]) - num_copies)
         option_K = slowest_times(option, samples_KE, shape.num_ranks, cost, limit=best_value - due)
         if option_K is not None and option_K.mean() + due < best_value:

@@ -197,7 +197,7 @@ def cpu_us(work: Callable[[], object]) -> float:
 
 
 def test_speed_of_planning_and_splitting_together() -> None:
-    """1,000 iterations x 26 layers x 6 balancers within two minutes on two cores: 1.5 ms each, half for the simulator."""
+    """1,000 iterations x 26 layers x 6 balancers in two minutes on two cores: 1.5 ms each, half for the simulator."""
     counts_ILE = np.tile(prefill_counts(16, 60)[:, ::7], (4, 1, 1))
     shape = EpShape(64, 8, 72)
     means = {}
