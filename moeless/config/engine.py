@@ -61,11 +61,6 @@ class EngineConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_seqs > self.max_batch_tokens:
-            raise UsageError(
-                f"--max-seqs {self.max_seqs} sequences do not fit in a step of --max-batch-tokens "
-                f"{self.max_batch_tokens}"
-            )
         if self.device_map != "none":
             raise UsageError("--device-map auto is for profile and finetune; the engine places experts itself")
         if self.expert_slots is not None and self.ep == 1:

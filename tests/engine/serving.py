@@ -8,13 +8,23 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from moeless.engine.request import SamplingParams
+from moeless.config.engine import EngineConfig
+from moeless.engine.engine import Engine
+from moeless.engine.ep import RankGroup
+from moeless.engine.request import CompletionOutput, SamplingParams
 from moeless.engine.sequence import Sequence
+from moeless.engine.submission import Submission
 from moeless.engine.text import TextStream
 
 
 def make_sequence(
-    sequence_id: int, prompt: Rows[int], params: SamplingParams, *, tokenizer: Any = None, eos_ids: Rows[int] = ()
+    sequence_id: int,
+    prompt: Rows[int],
+    params: SamplingParams,
+    *,
+    tokenizer: Any = None,
+    eos_ids: Rows[int] = (),
+    made: Rows[int] = (),
 ) -> Sequence:
     """A sequence as the engine makes it."""
     return Sequence(
@@ -23,6 +33,7 @@ def make_sequence(
         index=0,
         params=params,
         prompt=tuple(prompt),
+        tokens=[*prompt, *made],
         max_tokens=16 if params.max_tokens is None else params.max_tokens,
         seed=params.seed or 0,
         eos_ids=frozenset(eos_ids),
@@ -54,3 +65,37 @@ def near_tie(model: PreTrainedModel, prompt: Rows[int], ours: Rows[int], theirs:
     return {ours[step], theirs[step]} == set(logits.topk(2).indices.tolist()) and bool(
         (logits[ours[step]] - logits[theirs[step]]).abs() <= 1e-5
     )
+
+
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    """Greedy parameters."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **options)
+
+
+def run_engine(
+    group: RankGroup,
+    *,
+    config: dict[str, Any],
+    prompts: Rows[list[int]],
+    params: Rows[SamplingParams],
+    owners: Rows[int],
+    starts: Rows[int],
+) -> tuple[dict[int, CompletionOutput], dict[str, Any]]:
+    """One rank of an engine: prompt i runs on rank owners[i] and arrives before step starts[i].
+
+    Returns:
+        This rank's completions by prompt, and its statistics.
+    """
+    engine = Engine(EngineConfig(ep=group.size, **config), group)
+    done: dict[int, CompletionOutput] = {}
+    step, asleep = 0, False
+    while not asleep or step <= max(starts):
+        for i in range(len(prompts)):
+            if owners[i] == group.rank and starts[i] == step:
+                engine.submit(Submission(request_id=str(i), index=0, prompt=prompts[i], params=params[i], seed=i))
+        advanced, asleep = engine.step()
+        done |= {int(s.request_id): s.output() for s in advanced if s.finish_reason is not None}
+        step += 1
+    statistics = engine.statistics()
+    engine.close()
+    return done, statistics

@@ -16,7 +16,10 @@ from tests.tiny import FAMILIES, VOCAB, tiny_model
 
 RECURRENT = ["qwen3_next", "jamba", "lfm2_moe", "granitemoehybrid", "minimax"]
 SERVED = [family for family in FAMILIES if family not in RECURRENT]
-OVERRIDES = {"llama4_text": {"attention_chunk_size": 16, "floor_scale": 8}}
+OVERRIDES = {
+    "llama4_text": {"attention_chunk_size": 16, "floor_scale": 8},
+    "gemma4_text": {"vocab_size_per_layer_input": VOCAB},
+}
 NUM_TOKENS = 12
 KV_TOKENS = 176
 
