@@ -27,7 +27,7 @@ nav a { margin-right: 14px; } a { color: #1456b8; text-decoration: none; }
 .note { color: var(--soft); font-size: 13px; margin: 2px 0; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; } th, td { padding: 3px 10px; border-bottom: 1px solid var(--line); text-align: right; }
-th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
+th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 .text { text-align: left; } figure { margin: 14px 0; } img { max-width: 100%; height: auto; }
 details { margin-top: 12px; } summary { color: var(--soft); cursor: pointer; font-size: 13px; }
 """

@@ -43,22 +43,24 @@ def print_simulate(result: dict[str, Any]) -> None:
 
 
 def _time_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("balancer", "max/mean", "layer us", "p99", "x bound", "gap closed", "replicas")
+    table = _table("balancer", "max/mean", "CV", "layer us", "p99", "x bound", "gap closed")
     for row in rows:
         times = [f"{1e3 * row['layer_ms'][key]:.1f}" for key in ("mean", "p99")]
         gap = "-" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
         name = row["name"] + (" (lossy)" if row["lossy"] else "")
         bound = f"{row['time_over_bound']:.3f}"
-        table.add_row(name, f"{row['max_over_mean']:.3f}", *times, bound, gap, f"{row['replicas_mean']:.1f}")
+        balance = (f"{row['max_over_mean']:.3f}", f"{row['replica_cv']:.2f}")
+        table.add_row(name, *balance, *times, bound, gap)
+    table.caption = "max/mean: of rank loads; CV: of replica loads; bound: single launches, perfectly divided"
     return table
 
 
 def _cost_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("balancer", "billed GB·s", "resident GB·s", "MB/iter", "last 1/4", "warm", "cold", "late")
+    table = _table("balancer", "replicas", "billed GB·s", "resident GB·s", "MB/iter", "last 1/4", "cold", "late")
     for row in rows:
-        cost = (f"{row['billed_gb_s']:.3g}", f"{row['resident_gb_s']:.3g}")
+        cost = (f"{row['replicas_mean']:.1f}", f"{row['billed_gb_s']:.3g}", f"{row['resident_gb_s']:.3g}")
         moved = [f"{row[key] / 1e6:,.{0 if row[key] >= 1e8 else 1}f}" for key in (_MOVED, _MOVED + "_last_quarter")]
-        table.add_row(row["name"], *cost, *moved, *(str(row[key]) for key in ("warm", "cold", "late")))
+        table.add_row(row["name"], *cost, *moved, *(str(row[key]) for key in ("cold", "late")))
     table.caption = (
         "billed: a layer's live replicas x that layer's time; resident: everything in memory x wall time; "
         "late: wanted replicas that were not there in time"

@@ -114,9 +114,9 @@ class SimulateConfig(Config):
         group="Balancing",
     )
     interval: int | None = option(
-        "Iterations between plans of methods that plan now and then (default: each method's own).",
+        "Iterations between plans of methods that plan now and then; 0: anew each time (default: each method's own).",
         default=None,
-        minimum=1,
+        minimum=0,
         group="Balancing",
     )
     cv_threshold: float = option("The paper's V.", default=0.2, minimum=0, group="Balancing")
