@@ -32,7 +32,7 @@ class FrontChannel:
             raise RankError(f"rank {rank} is not connected: {error}") from error
 
     def fileno(self) -> int:
-        """What an event loop watches. It tells of changes only, so `receive` until None after it and after every send."""
+        """What an event loop watches. It tells of changes only: after it and after each send, receive until None."""
         return int(self._socket.getsockopt(zmq.FD))
 
     def receive(self, timeout_s: float) -> tuple[int, ToFront] | None:

@@ -48,16 +48,16 @@ class Front:
         """Set when all ranks have answered the last question for statistics."""
         self._unanswered: set[int] = set()
         self._recorded: asyncio.Future[Recorded] | None = None
-        self._stop = asyncio.Event()
+        self._is_stopping = False
 
     async def run(self) -> None:
-        """Keep ranks working until `stop`.
+        """Keep ranks working until cancelled; then none is left.
 
         Raises:
             MoelessError: the model can't be loaded, or ranks are lost and not to be replaced.
         """
         num_losses = 0
-        while not self._stop.is_set():
+        while True:
             team = RankTeam(EngineConfig(**self.config.engine_values()), self.config.heartbeat_timeout)
             try:
                 self.facts = await team.start()
@@ -69,11 +69,12 @@ class Front:
                 self._lose(error, for_good=num_losses >= _MAX_LOSSES or self.config.on_rank_failure == "exit")
             finally:
                 self._team = None
-                await team.close(kill=not self._stop.is_set())
+                await team.close(kill=not self._is_stopping)
 
     def stop(self) -> None:
-        """Have `run` end the ranks and return."""
-        self._stop.set()
+        """End every completion; `run`, cancelled next, will ask its ranks to end instead of killing them."""
+        self._is_stopping = True
+        self._end_all("abort")
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing more in and wait until all is done; whether it was, within `timeout_s`."""
@@ -85,7 +86,9 @@ class Front:
 
     @contextmanager
     def running(self, submissions: Sequence[Submission]) -> Iterator[AsyncIterator[Progress]]:
-        """Run a request's completions; gives their tokens as they come. What has not ended at the exit is dropped.
+        """Run completions; gives their tokens as they come. What has not ended at the exit is dropped.
+
+        Their request ids are new, and one client's may have several.
 
         Raises:
             CapacityError: too many are waiting.
@@ -93,15 +96,17 @@ class Front:
         if self.ledger.num_live + len(submissions) > self.config.capacity:
             self.metrics.reject("queue_full")
             raise CapacityError(f"the queue is full: {self.ledger.num_live} completions run or wait")
-        request_id = submissions[0].request_id
-        inbox = self._inboxes[request_id] = asyncio.Queue()
+        inbox: asyncio.Queue[Progress] = asyncio.Queue()
+        request_ids = {submission.request_id for submission in submissions}
+        self._inboxes.update(dict.fromkeys(request_ids, inbox))
         try:
             entries = self.ledger.add(submissions, time.monotonic())
             with suppress(RankError):  # `run` notices too, and resumes what is in the ledger
                 self._assign(entries)
             yield _until_all_end(inbox, len(submissions))
         finally:
-            self._abort(request_id)
+            for request_id in request_ids:
+                self._abort(request_id)
 
     async def refresh(self) -> None:
         """Bring the metrics up to date, as far as the ranks answer within a moment."""
@@ -157,7 +162,7 @@ class Front:
         log.info("%d rank%s ready", team.size, "" if team.size == 1 else "s")
 
     async def _work(self, team: RankTeam) -> None:
-        while not self._stop.is_set():
+        while True:
             received = await team.receive()
             if received is not None:
                 self._take(*received)
@@ -219,7 +224,7 @@ class Front:
         self.metrics.lose_team(self.config.ep, str(error))
         if self.state == "loading" or for_good:
             self.state = "failed"
-            self.end_all("error")
+            self._end_all("error")
             raise error
         log.error("%s; starting the ranks again", error)
         for entry in self.ledger.entries():
@@ -227,8 +232,7 @@ class Front:
         if self.state != "draining":
             self.state = "recovering"
 
-    def end_all(self, reason: FinishReason) -> None:
-        """End every unfinished completion."""
+    def _end_all(self, reason: FinishReason) -> None:
         for entry in self.ledger.entries():
             self._deliver(Progress(entry.submission.request_id, entry.submission.index, None, None, reason))
 

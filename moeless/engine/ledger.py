@@ -49,7 +49,7 @@ class Ledger:
         """Completions that have not ended."""
 
     def add(self, submissions: Sequence[Submission], now_s: float) -> list[Entry]:
-        """Enter a request's completions; `request_id` is new."""
+        """Enter completions; their request ids are new."""
         entries = [Entry(submission=submission, arrived_s=now_s) for submission in submissions]
         for entry in entries:
             self._requests.setdefault(entry.submission.request_id, {})[entry.submission.index] = entry

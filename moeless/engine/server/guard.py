@@ -1,0 +1,94 @@
+"""What every request passes first: its key, and a body that is neither too large nor too slow."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moeless.engine.server.errors import ApiError, error_response
+
+_OPEN_PATHS = ("/health", "/ready")
+
+
+class Guard:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, body_timeout_s: float) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+        self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id")
+        if request_id is not None and len(request_id) <= 256:
+            send = _with_header(send, b"x-request-id", request_id)
+        try:
+            if scope["path"] not in _OPEN_PATHS:
+                self._check_key(headers.get(b"authorization", b""))
+            if scope["method"] not in ("GET", "HEAD"):
+                receive = await self._read(headers, receive)
+        except ApiError as error:
+            response = error_response(error)
+            response.headers["Connection"] = "close"  # what is left of the body is not read
+            await response(scope, receive, send)
+        except _GoneError:
+            return
+        else:
+            await self._app(scope, receive, send)
+
+    def _check_key(self, authorization: bytes) -> None:
+        """Compare with every key in constant time."""
+        if not self._keys:
+            return
+        scheme, _, given = authorization.partition(b" ")
+        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+        """Read the whole body; a `receive` that gives it again and then goes on as before."""
+        too_large = ApiError(413, f"the body is over {self._max_body_bytes} bytes", code="body_too_large")
+        declared = headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _GoneError
+                    body += message.get("body", b"")
+                    if len(body) > self._max_body_bytes:
+                        raise too_large
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            raise ApiError(408, f"the body took more than {self._body_timeout_s:g} s", code="body_timeout") from None
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def again() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return again
+
+
+class _GoneError(Exception):
+    """The client went before its request was whole."""
+
+
+def _with_header(send: Send, name: bytes, value: bytes) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (name, value)]}
+        await send(message)
+
+    return sending
