@@ -20,6 +20,7 @@ from moeless.config.finetune import FinetuneConfig
 from moeless.config.options import Config, flag_name
 from moeless.config.profile import ProfileConfig
 from moeless.config.report import ReportConfig
+from moeless.config.serve import ServeConfig
 from moeless.config.simulate import SimulateConfig
 from moeless.errors import MoelessError, UsageError
 
@@ -49,6 +50,16 @@ def profile(config: ProfileConfig) -> None:
 
     result = run_profile(config)
     _emit(config, result, print_profile)
+
+
+def serve(config: ServeConfig) -> None:
+    """Serve a model over HTTP as OpenAI's API does, its experts scaled and placed over the ranks on demand.
+
+    Ends on SIGTERM or Ctrl-C when running requests are done; a second signal ends it at once.
+    """
+    from moeless.engine.server.serve import run_serve
+
+    run_serve(config)
 
 
 def simulate(config: SimulateConfig) -> None:
@@ -114,6 +125,7 @@ def _parameter(config_field: dataclasses.Field[Any], hint: Any) -> inspect.Param
 
 _add_command(app, ProfileConfig, profile)
 _add_command(app, FinetuneConfig, finetune)
+_add_command(app, ServeConfig, serve)
 _add_command(bench, SimulateConfig, simulate)
 _add_command(bench, ReportConfig, report)
 
