@@ -83,6 +83,8 @@ class Predictor:
         """Expert ids [T, K] for source vectors [T, H]: one small product more than the router's own call, or none."""
         return self.predict_normed(x_TH if self.norm is None else self.norm(x_TH))
 
+    __call__ = predict
+
     @torch.no_grad()
     def predict_normed(self, x_TH: torch.Tensor) -> torch.Tensor:
         """`predict` for source vectors that went through `norm` already, where there is one."""

@@ -53,6 +53,21 @@ class Judge:
                 found[f"token_recall_{name}"] = part.hits / (part.num_tokens * part.top_k)
         return found
 
+    def history(self, actual_IE: np.ndarray, before_E: np.ndarray, window: int) -> np.ndarray:
+        """What the loads of up to `window` earlier iterations of the same phase say of each [I, E].
+
+        `before_E` is what is known before the first iteration: all loads of the training part.
+        """
+        first_I = np.unique(self.iteration_N, return_index=True)[1]
+        phase_I = self.phase_N[first_I]
+        seen_IE = np.empty(actual_IE.shape)
+        for phase in np.unique(phase_I):
+            own = np.flatnonzero(phase_I == phase)
+            for position, iteration in enumerate(own):
+                earlier = own[max(0, position - window) : position]
+                seen_IE[iteration] = actual_IE[earlier].sum(0) if len(earlier) else before_E
+        return seen_IE
+
     def loads(self, ids_NK: np.ndarray, num_experts: int) -> np.ndarray:
         """Tokens by iteration and expert [I, E]."""
         num_iterations = int(self.iteration_N.max()) + 1
