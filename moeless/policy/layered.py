@@ -40,12 +40,13 @@ class LayeredBalancer:
         if config.place == "eplb":
             for layer_shape in self._shapes:
                 check_sizes(layer_shape)
-        # Plans are due at different iterations in different layers, so that no iteration bears them all.
+        # Our plans are due at different iterations in different layers, so that no iteration bears them all.
+        stagger = config.interval if config.place == "portfolio" else 0
         self._states = [
             two_speed.LayerState(
                 target=self.initial(layer),
                 window=deque(maxlen=config.window),
-                next_plan=layer % max(1, config.interval) + config.interval // 4,
+                next_plan=layer % max(1, stagger) + config.interval // 4,
                 wait=config.interval,
             )
             for layer in range(len(slots))
@@ -105,15 +106,21 @@ class LayeredBalancer:
         state.window.append(np.array(counts_E, np.int64))
         if self.config.place == "portfolio" and counts_E.any():
             bound = self.cost.bound_us(counts_E, shares_EG.shape[1])
-            state.watch(float(self.cost.rank_us(shares_EG).max()) / bound, self.config.drift)
+            layout = self._layouts[layer]
+            ready = layout is not None and not moves(layout.placement, state.target)[0]
+            state.watch(float(self.cost.rank_us(shares_EG).max()) / bound, self.config.drift, ready)
 
     def _loads(self, state: two_speed.LayerState, predicted_E: Floats | None) -> Floats | None:
-        """The loads to plan from; the history stands in for a missing prediction. None when nothing is known yet."""
+        """The loads to plan from, for one iteration; None when nothing is known yet.
+
+        The mean of the history stands in for a missing prediction. EPLB takes sums: whole numbers keep its ties.
+        """
         if self.config.loads != "history" and predicted_E is not None:
             return np.asarray(predicted_E, float)
         if not state.window:
             return None
-        return np.asarray(np.sum(list(state.window), axis=0), float)
+        total_E = np.asarray(np.sum(list(state.window), axis=0), float)
+        return total_E if self.config.place == "eplb" else total_E / len(state.window)
 
     def _place(self, layer: int, loads_E: Floats, resident: Placement) -> Placement:
         """Scale and place one layer from its loads."""

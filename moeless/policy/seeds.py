@@ -9,6 +9,7 @@ replicas and lays the pairs so that they link all ranks into one ring: any rank 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from moeless.policy.types import EpShape, Placement, placement_of
@@ -92,13 +93,12 @@ def packing(weights_E: Sequence[float], shape: EpShape, max_copies: int = 2) -> 
     per_copy = [weight / num for weight, num in zip(weights_E, copies, strict=True)]
     for expert in sorted(range(len(copies)), key=lambda e: (-per_copy[e], e)):
         for _ in range(copies[expert]):
-            free = [r for r in range(shape.num_ranks) if room[r] and r not in hosts[expert]]
-            if not free:
+            rank = load.index(min(load))
+            if rank in hosts[expert]:
+                rank = min(range(shape.num_ranks), key=lambda r: (r in hosts[expert], load[r], r))
+            if not room[rank] or rank in hosts[expert]:
                 break
-            rank = min(free, key=lambda r: (load[r], r))
-            hosts[expert].append(rank)
-            room[rank] -= 1
-            load[rank] += per_copy[expert]
+            _put(expert, rank, per_copy[expert], hosts, load, room)
     return placement_of(hosts)
 
 
@@ -112,10 +112,16 @@ def _pack(
 ) -> None:
     """One replica of each of `experts`: where it is resident if that stays below the mean, else where load is least."""
     mean = sum(weights_E) / len(load)
+    load[:] = [math.inf if not slots else time for time, slots in zip(load, room, strict=True)]
     for expert in experts:
-        warm = [r for r in (resident[expert] if resident else ()) if room[r] and load[r] + weights_E[expert] <= mean]
-        ranks = warm or [r for r in range(len(load)) if room[r]]
-        rank = min(ranks, key=load.__getitem__)
-        hosts[expert].append(rank)
-        room[rank] -= 1
-        load[rank] += weights_E[expert]
+        weight = weights_E[expert]
+        warm = [rank for rank in resident[expert] if load[rank] + weight <= mean] if resident else []
+        rank = min(warm, key=load.__getitem__) if warm else load.index(min(load))
+        _put(expert, rank, weight, hosts, load, room)
+
+
+def _put(expert: int, rank: int, weight: float, hosts: list[list[int]], load: list[float], room: list[int]) -> None:
+    """Place one replica; a rank without room left counts as infinitely loaded."""
+    hosts[expert].append(rank)
+    room[rank] -= 1
+    load[rank] = load[rank] + weight if room[rank] else math.inf

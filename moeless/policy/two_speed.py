@@ -43,7 +43,7 @@ class LayerState:
         promised: time over lower bound as the last plan expected it; None before the first plan.
         next_plan: the iteration of the next routine plan.
         wait: iterations from one routine plan to the next.
-        settled: whether all of `target` was resident when the layer was last planned.
+        patience: iterations of the split that may still pass before `target` is expected to be loaded.
         excess: the sum of the alarm.
         num_drifted: iterations that `excess` has been above 0.
         stable_since: the iteration of the first plan or the last alarm.
@@ -54,14 +54,19 @@ class LayerState:
     next_plan: int
     wait: int
     promised: float | None = None
-    settled: bool = True
+    patience: int = 0
     excess: float = 0.0
     num_drifted: int = 0
     stable_since: int = 0
 
-    def watch(self, ratio: float, drift: float) -> None:
-        """Hold one iteration's time over its bound against the promise; not while copies are still on their way."""
-        if self.promised is None or not self.settled:
+    def watch(self, ratio: float, drift: float, ready: bool) -> None:
+        """Hold one iteration's time over its bound against the promise; patiently while copies are on their way.
+
+        Args:
+            ready: whether all of `target` took part in the split.
+        """
+        self.patience = 0 if ready else self.patience - 1
+        if self.promised is None or self.patience > 0:
             return
         self.excess += ratio / self.promised - 1 - drift
         self.num_drifted += 1
@@ -87,7 +92,6 @@ def update(
 
     A prediction counts as one more sample: the newest. Without any history it is the only one.
     """
-    state.settled = not moves(resident, state.target)[0]
     alarmed = state.alarmed
     if not alarmed and iteration < state.next_plan:
         return
@@ -114,8 +118,10 @@ def update(
         if start != state.target:
             state.target, time = improve(start, samples_KE, shape, cost, steps, step_price, resident)
     state.promised = time / max(cost.bound_us(samples_KE, shape.num_ranks), 1e-30)
-    changed = alarmed or state.target != before
-    state.wait = config.interval if changed else min(2 * state.wait, _MAX_BACKOFF * config.interval)
+    # New traffic is looked at again soon, and again when twice as much is known of it.
+    longest = config.interval if state.target != before else _MAX_BACKOFF * config.interval
+    state.wait = config.interval // 4 if alarmed else min(max(1, 2 * state.wait), longest)
+    state.patience = config.interval if state.target != before else 0
     state.next_plan = iteration + state.wait
     state.excess, state.num_drifted = 0.0, 0
 
