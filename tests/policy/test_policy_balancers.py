@@ -174,6 +174,16 @@ def test_impossible_configurations_are_refused() -> None:
         make_balancer("static", SHAPE, 3, TOKENS, slots=(16, 16))
 
 
+@pytest.mark.parametrize("top_k", range(1, 9))
+def test_any_number_of_experts_a_token(top_k: int) -> None:
+    rng = np.random.default_rng(top_k)
+    routes_TK = np.stack([rng.permutation(16)[:top_k] for _ in range(50)])
+    counts_IE = np.repeat(np.bincount(routes_TK.ravel(), minlength=16)[None], 20, axis=0)
+    for name in NAMES:
+        _, splits = replay(make_balancer(name, SHAPE, 1, GPT_OSS_H200), counts_IE)
+        assert all(shares_EG.sum() == 50 * top_k for shares_EG in splits), name
+
+
 def test_layers_may_have_different_slots() -> None:
     balancer = make_balancer("moeless-roofline", SHAPE, 2, TOKENS, slots=(16, 24))
     loads = traffic(1, 4000, seed=9)[0].astype(float)
