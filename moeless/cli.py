@@ -17,7 +17,9 @@ import typer
 
 from moeless import __version__
 from moeless.config.finetune import FinetuneConfig
+from moeless.config.layers import LayersConfig
 from moeless.config.options import Config, flag_name
+from moeless.config.predictors import PredictorsConfig
 from moeless.config.profile import ProfileConfig
 from moeless.config.report import ReportConfig
 from moeless.config.serve import ServeConfig
@@ -71,6 +73,14 @@ def simulate(config: SimulateConfig) -> None:
     _emit(config, result, print_simulate)
 
 
+def layers(config: LayersConfig) -> None:
+    """Measure a MoE layer on real ranks under every balancer, on real routes; or what its parts cost here."""
+    from moeless.bench.layers import run_layers
+    from moeless.bench.layers_print import print_layers
+
+    _emit(config, run_layers(config), print_layers)
+
+
 def report(config: ReportConfig) -> None:
     """Put all result files of a folder on one self-contained HTML page."""
     from moeless.bench.report import print_report, run_report
@@ -84,6 +94,14 @@ def finetune(config: FinetuneConfig) -> None:
     from moeless.train.finetune_report import print_finetune
 
     _emit(config, run_finetune(config), print_finetune)
+
+
+def predictors(config: PredictorsConfig) -> None:
+    """Compare predictors of expert loads on the same held-out tokens: accuracy, size, time to train and to predict."""
+    from moeless.bench.predictors import run_bench_predictors
+    from moeless.bench.predictors_report import print_predictors
+
+    _emit(config, run_bench_predictors(config), print_predictors)
 
 
 def _emit(config: Config, result: dict[str, Any], print_tables: Callable[[dict[str, Any]], None]) -> None:
@@ -126,7 +144,9 @@ def _parameter(config_field: dataclasses.Field[Any], hint: Any) -> inspect.Param
 _add_command(app, ProfileConfig, profile)
 _add_command(app, FinetuneConfig, finetune)
 _add_command(app, ServeConfig, serve)
+_add_command(bench, PredictorsConfig, predictors)
 _add_command(bench, SimulateConfig, simulate)
+_add_command(bench, LayersConfig, layers)
 _add_command(bench, ReportConfig, report)
 
 

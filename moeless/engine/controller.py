@@ -34,7 +34,11 @@ Predictor = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ExpertController:
-    """See the module's head. The blocks of a model share one."""
+    """See the module's head. The blocks of a model share one.
+
+    Attributes:
+        shares_EG: the division of the layer that was settled last.
+    """
 
     def __init__(
         self,
@@ -69,9 +73,11 @@ class ExpertController:
         self._placements = [balancer.initial(layer) for layer in range(num_layers)]
         self._planned_from: list[Ints | None] = [None] * num_layers
         self._predicted: list[Ints | None] = [None] * num_layers
+        self._foreseen: dict[int, Ints] = {}
         self._planned_at = [0] * num_layers
         self._has_history = [False] * num_layers
         self._ready: list[tuple[bytes, Placement]] = [(b"", ())] * num_layers
+        self.shares_EG: Ints = np.zeros((self.num_experts, self.num_ranks), np.int64)
         self._ready_EG = self._nothing_EG = np.zeros((self.num_experts, self.num_ranks), bool)
         for layer, placement in enumerate(self._placements):
             residency.want(layer, placement)
@@ -97,9 +103,14 @@ class ExpertController:
             expired = self._residency.expire(time_us, self._keep_alive_us)
             self.meters.expired += len(expired)
             self._carry_out(expired)
-        self._predicted = [None] * len(self._placements)
+        self._predicted = [self._foreseen.get(layer) for layer in range(len(self._placements))]
+        self._foreseen = {}
         for layer in range(min(self._distance, len(self._placements))):
             self._plan(layer)
+
+    def foresee(self, layer: int, counts_E: Ints) -> None:
+        """Predict the next step's counts of `layer` from outside; all ranks have to be told the same."""
+        self._foreseen[layer] = counts_E
 
     def announce(self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
         """This rank's row [C] for the exchange of `layer`."""
@@ -188,11 +199,12 @@ class ExpertController:
             shares_EG = self._balancer.split(layer, counts_E, ready)
         self._balancer.observe(self.iteration, layer, counts_E, shares_EG)
         self._has_history[layer] |= bool(counts_E.any())
+        self.shares_EG = shares_EG
         return shares_EG
 
     def _plan(self, layer: int, busy: int | None = None) -> None:
         """Plan `layer` and ask for its loads; `busy` is the layer that is about to run."""
-        predicted_E = self._predicted[layer] if self._balancer.config.loads == "predicted" else None
+        predicted_E = self._predicted[layer] if self._balancer.config.loads in ("predicted", "true") else None
         self._planned_from[layer] = predicted_E
         try:
             given = None if predicted_E is None else predicted_E.astype(float)

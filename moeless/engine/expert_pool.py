@@ -69,10 +69,11 @@ class ExpertPool:
         self._source, self._max_rows = source, max_rows
         aligned = all(shape[-1] * self.dtype.itemsize % 16 == 0 for shape in source.shapes.values())
         self._grouped = aligned and (self.device.type == "cuda" if grouped is None else grouped)
-        self._parameters = {
-            name: torch.empty(num_slots, *shape, dtype=self.dtype, device=self.device)
-            for name, shape in source.shapes.items()
-        }
+        with torch.inference_mode(False):  # the loader's thread writes to them outside of it
+            self._parameters = {
+                name: torch.empty(num_slots, *shape, dtype=self.dtype, device=self.device)
+                for name, shape in source.shapes.items()
+            }
         self._slots = [{name: whole[i] for name, whole in self._parameters.items()} for i in range(num_slots)]
         self._copier = SlotCopier(source, self.device)
         self._loader = ExpertLoader(self._load)
@@ -199,8 +200,8 @@ class ExpertPool:
         begin = time.perf_counter()
         try:
             self._copier.fill(*key, slot, self._slots[slot])
-        except CheckpointError as error:
-            self._end_load(key, str(error))
+        except Exception as error:  # whatever went wrong, the slot is given back and the failure shows
+            self._end_load(key, str(error) or repr(error))
         else:
             self.stats.load_s += time.perf_counter() - begin
             self._end_load(key, "")

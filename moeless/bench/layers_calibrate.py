@@ -1,0 +1,175 @@
+"""What an expert, a transfer and a load cost on this machine: the cost model's numbers, measured.
+
+Times are by the clock that the layers are measured with. All ranks take part; rank 0's numbers are everybody's.
+
+Legend: H hidden.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeless.engine.ep import RankGroup, all_to_all
+from moeless.engine.expert_pool import ExpertPool
+from moeless.models.expert_store import ExpertSource, expert_bytes
+from moeless.policy.cost import Cluster, CostModel
+
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured costs.
+
+    Attributes:
+        floor_us: time of an expert with a single token.
+        alpha_us: time of one more token, where tokens are many.
+        beta_us: time of one token received, there and back.
+        latency_us: time of two all-to-alls of a single row.
+        copy_bytes_per_s: rate of a cold start out of a warm page cache.
+        memcpy_bytes_per_s: rate of copying the same bytes in memory.
+        expert_us: (tokens, time) as measured.
+    """
+
+    floor_us: float
+    alpha_us: float
+    beta_us: float
+    latency_us: float
+    copy_bytes_per_s: float
+    memcpy_bytes_per_s: float
+    expert_bytes: int
+    expert_us: tuple[tuple[int, float], ...]
+
+    @property
+    def cold_start_over_memcpy(self) -> float:
+        """How much slower a cold start is than a memcpy of its bytes."""
+        return self.memcpy_bytes_per_s / self.copy_bytes_per_s
+
+    def cost(self) -> CostModel:
+        """The cost model that plans are priced with."""
+        return CostModel(
+            floor_us=self.floor_us,
+            alpha_us=self.alpha_us,
+            beta_us=self.beta_us,
+            latency_us=self.latency_us,
+            expert_bytes=self.expert_bytes,
+            copy_bytes_per_s=self.copy_bytes_per_s,
+        )
+
+    def cluster(self, num_ranks: int, num_parameters: int, hidden: int, activation_bytes: int) -> Cluster:
+        """The same as rates, from which `cost_of` gives these costs again for experts of this shape."""
+        return Cluster(
+            num_ranks=num_ranks,
+            memory_bytes_per_s=1e6 * self.expert_bytes / self.floor_us,
+            flop_per_s=1e6 * 2 * num_parameters / self.alpha_us,
+            link_bytes_per_s=1e6 * 2 * hidden * activation_bytes / max(self.beta_us, 1e-6),
+            copy_bytes_per_s=self.copy_bytes_per_s,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a result file."""
+        return {**asdict(self), "cold_start_over_memcpy": self.cold_start_over_memcpy}
+
+
+def calibrate(group: RankGroup, source: ExpertSource, clock: Callable[[], float]) -> Calibration:
+    """Measure on all ranks; every rank gets rank 0's result."""
+    beta_us, latency_us = _transfer_us(group, source, clock)
+    values = torch.zeros(6 + len(_TOKENS), dtype=torch.int64)  # exchanged in nanoseconds and bytes
+    if group.rank == 0:  # alone, the others wait in the exchange
+        pool = ExpertPool(source, min(4, source.num_experts), group.device)
+        copy, memcpy = _load_rates(pool, source)
+        curve = [_expert_us(pool, tokens, clock) for tokens in _TOKENS]
+        pool.close()
+        floor_us, alpha_us = fit_roofline(_TOKENS, curve)
+        times = [round(1e3 * us) for us in (floor_us, alpha_us, beta_us, latency_us, *curve)]
+        values = torch.tensor([round(copy), round(memcpy), *times], dtype=torch.int64)
+    copy_rate, memcpy_rate, *times = group.exchange(values)[0].tolist()
+    floor_us, alpha_us, beta_us, latency_us = (max(ns, 1) / 1e3 for ns in times[:4])
+    return Calibration(
+        floor_us=floor_us,
+        alpha_us=alpha_us,
+        beta_us=beta_us,
+        latency_us=latency_us,
+        copy_bytes_per_s=copy_rate,
+        memcpy_bytes_per_s=memcpy_rate,
+        expert_bytes=expert_bytes(source),
+        expert_us=tuple((tokens, ns / 1e3) for tokens, ns in zip(_TOKENS, times[4:], strict=True)),
+    )
+
+
+def fit_roofline(tokens: tuple[int, ...], times_us: list[float]) -> tuple[float, float]:
+    """(floor, alpha) of max(floor, alpha W) that come nearest to the measured times, relative errors counting alike.
+
+    The floor is tried at each measured time; alpha follows from the sizes above the crossing.
+    """
+    sizes, times = np.array(tokens, float), np.array(times_us)
+    best, fit = np.inf, (times[0], times[-1] / sizes[-1])
+    for cut in range(1, len(sizes)):
+        floor = float(np.exp(np.log(times[:cut]).mean()))
+        alpha = float(np.exp(np.log(times[cut:] / sizes[cut:]).mean()))
+        error = float((np.log(np.maximum(floor, alpha * sizes) / times) ** 2).sum())
+        if error < best:
+            best, fit = error, (floor, alpha)
+    return fit
+
+
+def _expert_us(pool: ExpertPool, num_tokens: int, clock: Callable[[], float]) -> float:
+    """Median time of one expert with `num_tokens` rows, its weights out of the processor's caches."""
+    rows = torch.randn(num_tokens, pool.hidden, device=pool.device).to(pool.dtype)
+    times = []
+    for repeat in range(_REPEATS + 1):
+        expert = repeat % pool.num_slots
+        counts = [0] * expert + [num_tokens]
+        begin = clock()
+        pool.compute(0, rows, counts)
+        times.append(clock() - begin)
+    return 1e6 * statistics.median(times[1:])
+
+
+def _load_rates(pool: ExpertPool, source: ExpertSource) -> tuple[float, float]:
+    """Bytes a second of cold starts out of a warm page cache, and of copying as much in memory; by wall clock."""
+    experts = range(min(pool.num_slots, source.num_experts))
+    cold, plain = [], []
+    for repeat in range(_REPEATS):
+        for expert in experts:
+            if repeat:
+                pool.drop(0, expert)
+            begin = time.perf_counter()
+            pool.load_now(0, expert)
+            cold.append(time.perf_counter() - begin)
+    slots = [pool.weights(0, expert) or {} for expert in experts]
+    hosts = [{name: torch.empty(v.shape, dtype=v.dtype).copy_(v) for name, v in slot.items()} for slot in slots]
+    for _ in range(_REPEATS):
+        for slot, host in zip(slots, hosts, strict=True):
+            begin = time.perf_counter()
+            for name, value in slot.items():
+                value.copy_(host[name])
+            plain.append(time.perf_counter() - begin)
+    return tuple(pool.expert_bytes / statistics.median(times[len(experts) :]) for times in (cold, plain))  # type: ignore[return-value]
+
+
+def _transfer_us(group: RankGroup, source: ExpertSource, clock: Callable[[], float]) -> tuple[float, float]:
+    """(a received token there and back, two all-to-alls of one row each)."""
+    medians = []
+    for rows_each in (1, 128):
+        x_NH = torch.zeros(rows_each * group.size, source.hidden, dtype=source.dtype, device=group.device)
+        counts = [rows_each] * group.size
+        order = torch.randperm(len(x_NH), device=group.device)
+        times = []
+        for _ in range(_REPEATS + 1):
+            group.exchange(torch.zeros(1, dtype=torch.int32))
+            begin = clock()
+            back = all_to_all(group, all_to_all(group, x_NH[order], counts, counts), counts, counts)
+            x_NH[order] = back
+            times.append(clock() - begin)
+        medians.append(1e6 * statistics.median(times[1:]))
+    beta_us = max(0.0, medians[1] - medians[0]) / (127 * group.size)
+    return beta_us, medians[0]
