@@ -76,7 +76,8 @@ class Calibration:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a result file."""
-        return {**asdict(self), "cold_start_over_memcpy": self.cold_start_over_memcpy}
+        curve = [list(point) for point in self.expert_us]
+        return {**asdict(self), "expert_us": curve, "cold_start_over_memcpy": self.cold_start_over_memcpy}
 
 
 def calibrate(group: RankGroup, source: ExpertSource, clock: Callable[[], float]) -> Calibration:
