@@ -30,7 +30,7 @@ _FEW_STEPS = 2
 _MORE_STEPS = 4
 
 # A layer looks again after at most this many intervals.
-_MAX_BACKOFF = 8
+_MAX_BACKOFF = 16
 
 
 @dataclass
