@@ -18,6 +18,12 @@ class EngineConfig(ModelConfig):
     """How many ranks there are, what each may hold, and how experts are balanced over them."""
 
     predictors: str | None = option("Folder made by `moeless finetune`.", default=None, group="Experts")
+    distance: int | None = option(
+        "Layers ahead that are predicted (default: the smallest distance in the folder).",
+        default=None,
+        minimum=1,
+        group="Experts",
+    )
     ep: int = option("Ranks that share the experts.", default=1, minimum=1, maximum=1_024, group="Experts")
     balancer: ServedBalancer = option("How experts are scaled and placed.", default="moeless-roofline", group="Experts")
     expert_slots: int | None = option(
@@ -47,8 +53,11 @@ class EngineConfig(ModelConfig):
         default=2_048,
         minimum=1,
         group="Batching",
+        flag="--max-num-batched-tokens",
     )
-    max_seqs: int = option("Sequences running at once on one rank.", default=128, minimum=1, group="Batching")
+    max_seqs: int = option(
+        "Sequences running at once on one rank.", default=128, minimum=1, group="Batching", flag="--max-num-seqs"
+    )
     kv_tokens: int = option(
         "Tokens whose keys and values one rank keeps, allocation granularity included.",
         default=65_536,
@@ -63,5 +72,9 @@ class EngineConfig(ModelConfig):
         super().__post_init__()
         if self.device_map != "none":
             raise UsageError("--device-map auto is for profile and finetune; the engine places experts itself")
+        if self.distance is not None and self.predictors is None:
+            raise UsageError(f"--distance {self.distance} has no effect without --predictors")
+        if self.predictors is not None and self.balancer not in ("moeless", "moeless-roofline"):
+            raise UsageError(f"--predictors has no effect with --balancer {self.balancer}, which predicts nothing")
         if self.expert_slots is not None and self.ep == 1:
             raise UsageError(f"--expert-slots {self.expert_slots} has no effect on one rank")

@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moeless.config.engine import EngineConfig
 from moeless.engine.ep import Control, RankGroup
 from moeless.engine.expert_layers import ExpertLayers, ExpertSettings, build_expert_layers
+from moeless.engine.foresight import Predict, load_foresight
 from moeless.engine.layer_tap import LayerTap
 from moeless.engine.runner import ModelRunner, context_length
 from moeless.engine.sampling import sequence_seed
@@ -195,9 +197,11 @@ def _load(config: EngineConfig, group: RankGroup) -> tuple[LoadedModel, ExpertLa
     """The model, and its expert layers where there is something to share, predict or fit into less memory."""
     if group.size == 1 and config.predictors is None and config.expert_memory_gb is None:
         return load_model(config), None
-    if config.predictors is not None:
-        raise UsageError("--predictors is not supported yet")
     loaded, store = load_skeleton(config)
+    predictors: list[Predict | None] = []
+    distance = 1
+    if config.predictors is not None:
+        predictors, distance = load_foresight(Path(config.predictors), loaded, config.distance)
     budget_bytes = None if config.expert_memory_gb is None else round(config.expert_memory_gb * 1e9)
     experts = build_expert_layers(
         loaded.model,
@@ -208,8 +212,10 @@ def _load(config: EngineConfig, group: RankGroup) -> tuple[LoadedModel, ExpertLa
             balancer=config.balancer,
             num_slots=config.expert_slots,
             budget_bytes=budget_bytes,
+            distance=distance,
             keep_alive_s=config.keep_alive,
         ),
+        predictors=predictors,
     )
     experts.load_initial()
     return loaded, experts

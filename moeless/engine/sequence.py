@@ -91,11 +91,11 @@ class Sequence:
 
     def output(self) -> CompletionOutput:
         """The completion so far; call it once, when it has finished, for its text to be whole."""
-        ended_by_string = isinstance(self.stop_reason, str)
-        if self.text_stream is not None and not ended_by_string:
-            if not self.params.stop_strings:
-                self.text = "".join(map(self.text_stream.push, self.tokens[len(self.prompt) :]))
-            self.text += self.text_stream.finish()
+        if self.text_stream is not None and not isinstance(self.stop_reason, str):
+            if self.params.stop_strings:
+                self.text += self.text_stream.finish()
+            else:
+                self.text = self.text_stream.whole(self.tokens[len(self.prompt) :])
         return CompletionOutput(
             index=self.index,
             token_ids=tuple(self.tokens[len(self.prompt) :]),

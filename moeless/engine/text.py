@@ -33,6 +33,10 @@ class TextStream:
         self._context, self._emitted = self._emitted, len(self._tokens)
         return text[len(before) :]
 
+    def whole(self, tokens: Sequence[int]) -> str:
+        """The text of all `tokens` at once: what pieces and `finish` join to."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skip_special_tokens))
+
     def finish(self) -> str:
         """What was held back, an incomplete character included."""
         before, text = self._decode(self._context, self._emitted), self._decode(self._context, len(self._tokens))

@@ -26,7 +26,7 @@ def test_pieces_join_to_the_text_and_never_split_a_character(tokenizer: Any, tex
     stream = TextStream(tokenizer)
     pieces = [stream.push(token) for token in ids]
     assert all("\ufffd" not in piece for piece in pieces)
-    assert "".join(pieces) + stream.finish() == text
+    assert "".join(pieces) + stream.finish() == text == stream.whole(ids)
     assert stream.finish() == ""
 
 
