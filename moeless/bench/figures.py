@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moeless.files import replacing
 
 _COLOURS = {
@@ -59,3 +61,16 @@ def open_figures(out: Path) -> Figures | None:
 def colours(rows: list[dict[str, Any]]) -> list[str]:
     """One colour a row: the same for a balancer in every picture, others from the cycle."""
     return [_COLOURS.get(row["name"], f"C{i}") for i, row in enumerate(rows)]
+
+
+def draw_cdf(figures: Figures, rows: list[dict[str, Any]], name: str, title: str) -> None:
+    """Distribution of layer times, one line a row of `name` and `layer_ms_cdf` (101 quantiles); references dashed."""
+    figure, (axes,) = figures.new(1, width=7)
+    shares = np.linspace(0, 1, 101)
+    for row, colour in zip(rows, colours(rows), strict=True):
+        style = "--" if row["name"] in ("oracle", "bound") else "-"
+        axes.plot(1e3 * np.array(row["layer_ms_cdf"]), shares, style, color=colour, label=row["name"])
+    slow = max(row["layer_ms_cdf"][99] for row in rows)
+    axes.set(xlabel="MoE layer time, us", ylabel="share of layers", title=title, xlim=(0, 1.05e3 * slow), ylim=(0, 1))
+    axes.legend(frameon=False)
+    figures.save(figure, name)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moeless.bench.figures import open_figures
+import numpy as np
+
+from moeless.bench.figures import colours, draw_cdf, open_figures
 
 Result = dict[str, Any]
 
@@ -52,8 +54,41 @@ def _draw_finetune(result: Result, folder: Path) -> list[Path]:
     return figures.written
 
 
+def _draw_layers(result: Result, folder: Path) -> list[Path]:
+    """Distribution of measured layer times, the stages they are made of, and the cost model's word beside them."""
+    figures, rows = open_figures(folder), result.get("balancers", [])
+    if figures is None or not rows:
+        return []
+    draw_cdf(figures, rows, "layer_cdf.png", "layer time (measured)")
+    figure, (stages, models) = figures.new(2, width=11)
+    names, left = [row["name"] for row in rows], np.zeros(len(rows))
+    for stage in ("exchange_ms", "plan_ms", "dispatch_ms", "compute_ms", "combine_ms"):
+        values = np.array([row[stage] for row in rows])
+        stages.barh(names, values, left=left, label=stage.removesuffix("_ms"))
+        left += values
+    stages.set(xlabel="ms", title="stages of the slowest rank (measured)")
+    stages.legend(frameon=False, fontsize=8, ncol=5, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    for row, colour in zip(rows, colours(rows), strict=True):
+        models.plot(row["modelled_layer_ms"], row["layer_ms"]["mean"], "o", color=colour, label=row["name"])
+    models.set(xlabel="modelled layer ms", ylabel="measured layer ms", title="cost model and clock")
+    models.set_xlim(0, 1.1 * max(row["modelled_layer_ms"] for row in rows))
+    models.set_ylim(0, 1.1 * max(row["layer_ms"]["mean"] for row in rows))
+    models.legend(frameon=False, fontsize=8)
+    stages.invert_yaxis()
+    figures.save(figure, "stages.png")
+    return figures.written
+
+
+def _draw_predictors(result: Result, folder: Path) -> list[Path]:
+    from moeless.bench.predictors_report import draw_predictors
+
+    return [Path(path) for path in draw_predictors(result, folder)]
+
+
 _DRAWERS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "moeless.profile/1": _draw_profile,
     "moeless.finetune/1": _draw_finetune,
+    "moeless.bench.predictors/1": _draw_predictors,
     "moeless.simulate/1": _draw_simulate,
+    "moeless.layers/1": _draw_layers,
 }

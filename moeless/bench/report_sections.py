@@ -114,7 +114,7 @@ def _read_profile(result: Result) -> tuple[list[str], list[Table]]:
         for key, v in groups.items()
     ]
     return [headline], [
-        key_table("model and text", {k: result[k] for k in ("model", "data", "num_tokens") if k in result}),
+        key_table("model and text", _some(result, "model", "data", "num_tokens")),
         row_table("predictors, mean over layers", means),
         row_table("expert loads by layer", result["load"], ("layer", "phase", "cv", "max_over_mean", "num_iterations")),
         row_table("below the threshold", below),
@@ -131,6 +131,29 @@ def _read_finetune(result: Result) -> tuple[list[str], list[Table]]:
     return [headline], [row_table("predictors", layers, columns), key_table("values", rest)]
 
 
+def _read_predictors(result: Result) -> tuple[list[str], list[Table]]:
+    best: dict[Any, Result] = {}
+    for row in result["rows"]:
+        real = row["predictor"] not in ("actual", "history")
+        if real and row["token_recall"] > best.get(row["distance"], {"token_recall": -1.0})["token_recall"]:
+            best[row["distance"]] = row
+    found = ", ".join(f"d={d}: {row['predictor']} {row['token_recall']:.3f}" for d, row in sorted(best.items()))
+    sizes = _some(result, "model", "data", "num_tokens", "num_threads")
+    tables = [row_table("predictors, mean over layers", result["rows"]), key_table("model and text", sizes)]
+    return [f"highest token recall by distance: {found}"], tables
+
+
+def _read_layers(result: Result) -> tuple[list[str], list[Table]]:
+    rows = result.get("balancers", [])
+    facts = _some(result, "routes", "clock", "calibration")
+    headlines = [f"clock: {result['clock']}"]
+    lossless = [row for row in rows if not row["lossy"] and row["name"] != "bound"]
+    if lossless:
+        best = min(lossless, key=lambda row: float(row["layer_ms"]["mean"]))
+        headlines[0] = f"{best['name']} has the fastest layer: {best['over_static']:.3f} x static; {headlines[0]}"
+    return headlines, [row_table("balancers", rows), key_table("set-up and calibration", facts)]
+
+
 def _read_any(result: Result) -> tuple[list[str], list[Table]]:
     """Scalars in one table, and one table for every list of dictionaries."""
     rest = {key: value for key, value in result.items() if key not in (*_HEADER, "notes")}
@@ -139,6 +162,10 @@ def _read_any(result: Result) -> tuple[list[str], list[Table]]:
     flat = flatten(rest)
     tables = [key_table("values", rest)] if any(not _is_table(value) for value in flat.values()) else []
     return headlines, tables + [row_table(key, value) for key, value in flat.items() if _is_table(value)]
+
+
+def _some(result: Result, *keys: str) -> Result:
+    return {key: result[key] for key in keys if key in result}
 
 
 def _is_table(value: Any) -> bool:
@@ -160,4 +187,6 @@ _READERS: dict[str, Callable[[Result], tuple[list[str], list[Table]]]] = {
     "moeless.simulate/1": _read_simulate,
     "moeless.profile/1": _read_profile,
     "moeless.finetune/1": _read_finetune,
+    "moeless.bench.predictors/1": _read_predictors,
+    "moeless.layers/1": _read_layers,
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moeless.bench.figures import Figures, colours, open_figures
+from moeless.bench.figures import Figures, colours, draw_cdf, open_figures
 
 _SMOOTHED = 4
 
@@ -18,13 +18,13 @@ def draw_simulate(result: dict[str, Any], out: Path) -> list[Path]:
     if figures is None:
         return []
     rows = result["balancers"]
-    _draw_cdf(figures, rows, "layer_cdf.png", "layer time (simulated)")
+    draw_cdf(figures, rows, "layer_cdf.png", "layer time (simulated)")
     _draw_bars(figures, rows)
     _draw_timeline(figures, result)
     for sweep in dict.fromkeys(point["sweep"] for point in result["sweeps"]):
         points = [point for point in result["sweeps"] if point["sweep"] == sweep]
         if sweep == "ablation":
-            _draw_cdf(figures, points[0]["balancers"], "ablation.png", "ablation of the paper's method (simulated)")
+            draw_cdf(figures, points[0]["balancers"], "ablation.png", "ablation of the paper's method (simulated)")
         elif sweep == "batch":
             _draw_batch(figures, points)
         elif sweep == "cost":
@@ -32,18 +32,6 @@ def draw_simulate(result: dict[str, Any], out: Path) -> list[Path]:
         else:
             _draw_sweep(figures, sweep, points)
     return figures.written
-
-
-def _draw_cdf(figures: Figures, rows: list[dict[str, Any]], name: str, title: str) -> None:
-    figure, (axes,) = figures.new(1, width=7)
-    shares = np.linspace(0, 1, 101)
-    for row, colour in zip(rows, colours(rows), strict=True):
-        style = "--" if row["name"] in ("oracle", "bound") else "-"
-        axes.plot(1e3 * np.array(row["layer_ms_cdf"]), shares, style, color=colour, label=row["name"])
-    slow = max(row["layer_ms_cdf"][99] for row in rows)
-    axes.set(xlabel="MoE layer time, us", ylabel="share of layers", title=title, xlim=(0, 1.05e3 * slow), ylim=(0, 1))
-    axes.legend(frameon=False)
-    figures.save(figure, name)
 
 
 def _draw_bars(figures: Figures, rows: list[dict[str, Any]]) -> None:

@@ -96,6 +96,10 @@ def build_workload(config: SimulateConfig, source: Routes | LoadTrace) -> Worklo
         return _recorded_workload(config, source)
     training = None
     if config.predictor_name == "conditional":
+        if config.distance >= source.num_layers:
+            raise UsageError(
+                f"--distance {config.distance} leaves no layer to predict: the routes have {source.num_layers} layers"
+            )
         training, source = halve(source)
     if config.predictor_name == "recorded":
         raise UsageError("--predictor recorded needs a trace with predicted counts, not one of token ids")

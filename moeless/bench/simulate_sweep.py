@@ -43,7 +43,8 @@ def sweep_points(
             raise UsageError(
                 f"--sweep distance changes nothing with --predictor {config.predictor}; use conditional or actual"
             )
-        points += [("distance", d, replace(config, distance=d), methods) for d in DISTANCES]
+        num_layers = source.num_layers
+        points += [("distance", d, replace(config, distance=d), methods) for d in DISTANCES if d < num_layers]
     if "cv-threshold" in config.sweeps:
         paper = {name: m for name, m in methods.items() if m.scale == "cv"}
         if not paper:

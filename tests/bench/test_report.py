@@ -120,3 +120,42 @@ def test_finetune_section_and_picture(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "4 predictors: 1 no-source, 2 tuned, 1 rejected (h = 0.8 of token-recall)" in page
     assert summary["results"][0]["num_pictures"] == 1
+
+
+def test_layers_section_and_pictures(tmp_path: Path) -> None:
+    stages = dict.fromkeys(("exchange_ms", "plan_ms", "dispatch_ms", "compute_ms", "combine_ms"), 0.2)
+    rows = [
+        {"name": name, "lossy": lossy, "layer_ms": {"mean": ms}, "over_static": ms, "modelled_layer_ms": 0.5}
+        | {"layer_ms_cdf": [ms] * 101, **stages}
+        for name, ms, lossy in (
+            ("static", 1.0, False),
+            ("oracle", 0.5, True),
+            ("bound", 0.6, False),
+            ("eplb", 0.9, False),
+        )
+    ]
+    write(
+        tmp_path / "layers.json",
+        schema="moeless.layers/1",
+        source="live",
+        clock="wall time, slowest rank",
+        calibration={"floor_us": 3.0},
+        balancers=rows,
+    )
+    summary = run_report(ReportConfig(folder=tmp_path))
+    page = (tmp_path / "report.html").read_text()
+    assert "eplb has the fastest layer: 0.900 x static; clock: wall time, slowest rank" in page
+    assert summary["results"][0]["num_pictures"] == 2
+    write(
+        tmp_path / "layers.json", schema="moeless.layers/1", source="live", clock="CPU", calibration={"floor_us": 3.0}
+    )
+    assert run_report(ReportConfig(folder=tmp_path))["results"][0]["num_pictures"] == 0  # a calibration alone
+
+
+def test_predictors_section() -> None:
+    rows = [
+        {"predictor": name, "distance": 1, "token_recall": recall}
+        for name, recall in (("gate", 0.7), ("tuned", 0.8), ("actual", 1.0))
+    ]
+    section = describe("p.json", {"schema": "moeless.bench.predictors/1", "source": "live", "rows": rows}, [])
+    assert section.headlines == ("highest token recall by distance: d=1: tuned 0.800",)

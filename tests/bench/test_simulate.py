@@ -20,6 +20,7 @@ from moeless.errors import DataError, MoelessError, UsageError
 from moeless.trace.files import save_trace
 from moeless.trace.loads import make_loads
 from moeless.trace.plans import hosts_of, read_sglang_plan, read_tensorrt_plan
+from moeless.trace.recorder import Recorder
 from tests.traces import real, skewed_ids, skewed_routes
 
 ROW_KEYS = {"name", "lossy", "max_over_mean", "layer_ms", "billed_gb_s", "resident_gb_s", "replicas_mean"}
@@ -127,7 +128,6 @@ def test_sweeps_and_pictures(routes: Path) -> None:
         routes,
         iterations=6,
         warmup=2,
-        layers="0,1",
         predictor="conditional",
         sweep=sweeps,
         batch_sizes="8,64",
@@ -135,11 +135,11 @@ def test_sweeps_and_pictures(routes: Path) -> None:
     )
     result = run_simulate(config)
     values = [(point["sweep"], point["value"]) for point in result["sweeps"]]
-    assert values[:5] == [("distance", d) for d in range(1, 6)]
-    assert values[5:10] == [("cv-threshold", v) for v in (0.2, 0.4, 0.6, 0.8, 1.0)]
-    assert values[10:] == [("batch", 8), ("batch", 64), ("cost", "linear"), ("cost", "roofline"), ("ablation", "all")]
+    assert values[:2] == [("distance", 1), ("distance", 2)]  # of three layers
+    assert values[2:7] == [("cv-threshold", v) for v in (0.2, 0.4, 0.6, 0.8, 1.0)]
+    assert values[7:] == [("batch", 8), ("batch", 64), ("cost", "linear"), ("cost", "roofline"), ("ablation", "all")]
     replicas = [
-        next(r for r in p["balancers"] if r["name"] == "moeless")["replicas_mean"] for p in result["sweeps"][5:10]
+        next(r for r in p["balancers"] if r["name"] == "moeless")["replicas_mean"] for p in result["sweeps"][2:7]
     ]
     assert replicas[0] > replicas[-1]  # the paper's Figure 16
     pictures = {path.name for path in config.out.glob("*.png")}
@@ -182,6 +182,26 @@ def test_counts_are_simulated_as_recorded(routes: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(MoelessError, match=reason):
             run_simulate(config_of(path, model_shape="gpt-oss-20b", **changes))
+
+
+def test_a_recorded_trace_with_token_ids_can_be_batched_anew(tmp_path: Path) -> None:
+    recorder = Recorder(num_layers=2, num_experts=32, num_ranks=1, capacity=60, top_k=4, token_capacity=60 * 8)
+    ids = skewed_ids(60 * 8, num_layers=2, num_experts=32, top_k=4).reshape(60, 8, 2, 4)
+    for step in ids:
+        for layer in range(2):
+            counts = np.bincount(step[:, layer].ravel(), minlength=32)
+            recorder.record_layer(layer, counts[None], np.ones((32, 1)))
+        recorder.record_tokens(step, np.arange(8))
+        recorder.end_iteration(phase="decode", num_tokens=8, duration_s=0.1)
+    trace = recorder.snapshot("engine", {"top_k": 4})
+    assert trace is not None
+    save_trace(tmp_path / "t.safetensors", trace)
+    recorded = run_simulate(config_of(tmp_path / "t.safetensors", streams=None))
+    assert recorded["routes"]["workload"] == "24 iterations as recorded"
+    assert recorded["routes"]["tokens_per_iteration"] == 8
+    composed = run_simulate(config_of(tmp_path / "t.safetensors", streams=300))
+    assert composed["routes"]["workload"] == "300 streams decoding, closed loop"
+    assert composed["routes"]["tokens_per_iteration"] == 300
 
 
 def test_shapes_and_clusters(routes: Path) -> None:
@@ -228,6 +248,8 @@ def test_shapes_and_clusters(routes: Path) -> None:
         ({"export_plan": Path("p.json"), "balancers": "eplb"}, "--export-plan needs moeless-roofline"),
         ({"sweep": "distance"}, "--sweep distance changes nothing with --predictor history"),
         ({"sweep": "cv-threshold", "balancers": "eplb"}, "--sweep cv-threshold needs moeless"),
+        ({"predictor": "conditional", "distance": 3}, "--distance 3 leaves no layer to predict: the routes have 3"),
+        ({"predictor": "recorded"}, "needs a trace with predicted counts, not one of token ids"),
     ],
 )
 def test_flags_without_effect_are_refused(routes: Path, changes: dict[str, Any], reason: str) -> None:
