@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export MALLOC_MMAP_MAX_ := 0
 export MALLOC_TRIM_THRESHOLD_ := 100000000000
 
-.PHONY: demo test check install clean
+.PHONY: demo test check gpu-check install clean
 
 install: $(STAMP)
 
@@ -25,8 +25,11 @@ check: install  ## lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+gpu-check: install  ## one GPU: is the engine exact on it, and what do experts cost
+	$(BIN)/python -m moeless.bench.gpu_check
+
 test: check  ## everything CI runs
 	$(BIN)/python -m pytest
 
 clean:
-	rm -rf $(VENV) demo-results
+	rm -rf $(VENV) demo-results gpu-check

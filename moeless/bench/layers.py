@@ -139,6 +139,7 @@ def _measure(
             num_slots=num_slots,
             foresee=config.predictor == "actual",
             cpu_clock=config.clock == "cpu",
+            num_repeats=config.num_repeats,
             seed=config.seed,
         )
         return run_ranks(
@@ -167,7 +168,10 @@ def _calibrate(config: LayersConfig, path: Path) -> dict[str, Any]:
 
 def _describe_clock(config: LayersConfig) -> str:
     if config.clock == "cpu":
-        return "each rank's own processor time, slowest rank (waiting and gloo's own thread do not count)"
+        return (
+            "each rank's own processor time, slowest rank (waiting and gloo's own thread do not count); "
+            f"compute is the least of {config.num_repeats} runs"
+        )
     return "wall time, slowest rank"
 
 

@@ -136,7 +136,7 @@ def _expert_us(pool: ExpertPool, num_tokens: int, clock: Callable[[], float]) ->
 
 
 def _load_rates(pool: ExpertPool, source: ExpertSource) -> tuple[float, float]:
-    """Bytes a second of cold starts out of a warm page cache, and of copying as much in memory; by wall clock."""
+    """Bytes a second of cold starts out of a warm page cache, and of copying as much in memory: the best, by wall clock."""
     experts = range(min(pool.num_slots, source.num_experts))
     cold, plain = [], []
     for repeat in range(_REPEATS):
@@ -154,7 +154,7 @@ def _load_rates(pool: ExpertPool, source: ExpertSource) -> tuple[float, float]:
             for name, value in slot.items():
                 value.copy_(host[name])
             plain.append(time.perf_counter() - begin)
-    return tuple(pool.expert_bytes / statistics.median(times[len(experts) :]) for times in (cold, plain))  # type: ignore[return-value]
+    return pool.expert_bytes / min(cold[len(experts) :]), pool.expert_bytes / min(plain[len(experts) :])
 
 
 def _transfer_us(group: RankGroup, source: ExpertSource, clock: Callable[[], float]) -> tuple[float, float]:

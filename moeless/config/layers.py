@@ -43,6 +43,13 @@ class LayersConfig(Config):
         default="wall",
         group="Machine",
     )
+    repeats: int | None = option(
+        "With --clock cpu: run each rank's computation this often and take the least, because a layer is its slowest "
+        "rank and anything else on the machine slows one or another (default: 3).",
+        default=None,
+        minimum=1,
+        group="Machine",
+    )
     hidden: int = option("Width of a token.", default=1_024, minimum=8, group="Machine")
     ffn: int = option("Inner width of an expert.", default=2_048, minimum=8, group="Machine")
     dtype: Literal["float32", "bfloat16"] = option("Precision.", default="float32", group="Machine")
@@ -76,12 +83,19 @@ class LayersConfig(Config):
             raise UsageError("--routes and --model exclude each other: each says where routes come from")
         if self.device == "cuda" and self.clock == "cpu":
             raise UsageError("--clock cpu has no effect with --device cuda, where the processor only waits")
+        if self.repeats is not None and self.clock == "wall":
+            raise UsageError(f"--repeats {self.repeats} has no effect without --clock cpu")
         if self.calibrate is not None:
             if self.routes is not None or self.model is not None:
                 raise UsageError("--routes and --model have no effect with --calibrate, which routes nothing")
             if self.calibrate.suffix != ".json":
                 raise UsageError(f"--calibrate must end in .json, got {str(self.calibrate)!r}")
         _ = self.balancer_names, self.layer_numbers
+
+    @property
+    def num_repeats(self) -> int:
+        """Runs of each rank's computation."""
+        return (self.repeats or 3) if self.clock == "cpu" else 1
 
     @property
     def balancer_names(self) -> tuple[str, ...]:

@@ -127,6 +127,7 @@ def test_iterations_are_the_routes_tokens(routes: Path) -> None:
     [
         ({"model": "x"}, "--routes and --model exclude"),
         ({"device": "cuda", "clock": "cpu"}, "--clock cpu has no effect"),
+        ({"repeats": 2}, "--repeats 2 has no effect"),
         ({"calibrate": Path("x.json")}, "no effect with --calibrate"),
         ({"balancers": "fast"}, "--balancers takes"),
     ],
