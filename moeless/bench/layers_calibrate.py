@@ -136,7 +136,7 @@ def _expert_us(pool: ExpertPool, num_tokens: int, clock: Callable[[], float]) ->
 
 
 def _load_rates(pool: ExpertPool, source: ExpertSource) -> tuple[float, float]:
-    """Bytes a second of cold starts out of a warm page cache, and of copying as much in memory: the best, by wall clock."""
+    """Bytes a second of cold starts from a warm page cache, and of copying as much in memory: the best, by wall clock."""
     experts = range(min(pool.num_slots, source.num_experts))
     cold, plain = [], []
     for repeat in range(_REPEATS):
