@@ -54,18 +54,18 @@ def _cost_table(result: Result) -> Any:
         title=f"d={nearest}: all layers together; prediction time of one layer, median",
         caption="load: load accuracy; stragglers: straggler recall; r: Pearson's r of load shares",
     )
-    right = ("exact", "load", "stragglers", "r", "bytes", "fit s", "us @1", "@64", "@1024")
+    right = ("load", "stragglers", "r", "kB", "fit s", "us @64", "@1024")
     for name in ("predictor", *right):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name in right else "left")
     for row in (r for r in result["rows"] if r["distance"] == nearest):
         timing = row["predict_us"] or {}
         table.add_row(
             row["predictor"],
-            *(f"{row[m]:.3f}" for m in ("exact_set", "load_accuracy", "straggler_recall")),
+            *(f"{row[m]:.3f}" for m in ("load_accuracy", "straggler_recall")),
             "-" if row["pearson"] is None else f"{row['pearson']:.3f}",
-            f"{row['bytes']:,}",
+            f"{row['bytes'] / 1e3:,.0f}",
             f"{row['fit_seconds']:.1f}",
-            *(f"{timing[b]:.0f}" if b in timing else "-" for b in ("1", "64", "1024")),
+            *(f"{timing[b]:.0f}" if b in timing else "-" for b in ("64", "1024")),
         )
     return table
 

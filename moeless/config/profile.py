@@ -27,6 +27,11 @@ class ProfileConfig(CaptureConfig):
         default=None,
         group="Profile",
     )
+    predictors: Path | None = option(
+        "Measure the predictors of this folder, made by `moeless finetune`, beside the untouched routers.",
+        default=None,
+        group="Profile",
+    )
     out: Path = option("Folder for profile.json and the pictures.", default=Path("profile"), group="Profile")
 
     def __post_init__(self) -> None:

@@ -144,7 +144,10 @@ class PredictorSet:
             CheckpointError: missing or damaged folder, made for another model (naming the field that differs), or
                 without predictors for `distance`.
         """
-        header, entries = read_predictors(folder)
+        if points is None:
+            with _experts_answer_zeros(layers):
+                points = probe_layers(model, layers, model.get_input_embeddings().weight.device)  # type: ignore[arg-type]
+        entries = read_entries(folder, model, points)
         distances = sorted({entry.distance for entry in entries})
         if distance is None:
             distance = next((d for d in distances if d), 0)
@@ -152,10 +155,6 @@ class PredictorSet:
             raise CheckpointError(
                 f"{str(folder)!r} has no predictors for distance {distance}, only {', '.join(map(str, distances))}"
             )
-        if points is None:
-            with _experts_answer_zeros(layers):
-                points = probe_layers(model, layers, model.get_input_embeddings().weight.device)  # type: ignore[arg-type]
-        check_fingerprint(folder, header, model, points)
         by_key = {(entry.distance, entry.target_layer): entry for entry in entries}
         chosen = [
             by_key.get((distance, point.layer.ordinal)) or by_key.get((0, point.layer.ordinal)) for point in points
@@ -172,6 +171,15 @@ class PredictorSet:
         return sum(p.num_parameters for p in self.predictors if p is not None)
 
 
+def read_entries(folder: Path, model: PreTrainedModel, points: list[ProbedLayer]) -> list[PredictorEntry]:
+    """All entries of a predictor folder that was made for `model`. Raises `CheckpointError` as `PredictorSet.load`."""
+    header, entries = read_predictors(folder)
+    check_fingerprint(folder, header, model, points)
+    if any(not 0 <= entry.target_layer < len(points) for entry in entries):
+        raise CheckpointError(f"{str(folder)!r} names layers that the model does not have; tune again")
+    return entries
+
+
 def make_predictor(point: ProbedLayer, entry: PredictorEntry) -> Predictor | None:
     """The predictor of an entry; None for the verdict `no-source`.
 
@@ -180,16 +188,11 @@ def make_predictor(point: ProbedLayer, entry: PredictorEntry) -> Predictor | Non
     """
     if entry.verdict == "no-source":
         return None
-    if entry.weights is not None:
-        wanted, found = (
-            (point.layer.num_experts, entry.weights.weight_EH.shape[1]),
-            tuple(entry.weights.weight_EH.shape),
+    if entry.weights is not None and entry.weights.weight_EH.shape[0] != point.layer.num_experts:
+        raise CheckpointError(
+            f"the predictor of layer {entry.target_layer} has {entry.weights.weight_EH.shape[0]} rows for a router of "
+            f"{point.layer.num_experts} experts; tune again"
         )
-        if found[0] != wanted[0]:
-            raise CheckpointError(
-                f"the predictor of layer {entry.target_layer} has shape {found}, which does not fit its router of "
-                f"{wanted[0]} experts"
-            )
     return Predictor(point, source=entry.source, distance=entry.distance, weights=entry.weights)
 
 

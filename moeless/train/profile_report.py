@@ -45,7 +45,12 @@ def build_result(profiler: Profiler, metric: str, threshold: float) -> dict[str,
         "threshold": threshold,
         "rows": rows,
         "pearson": [
-            {"predictor": name, "distance": distance or None, "phase": PHASE_NAMES[phase], "r": score.r()}
+            {
+                "predictor": name,
+                "distance": None if name == "history" else distance,
+                "phase": PHASE_NAMES[phase],
+                "r": score.r(),
+            }
             for (name, phase, distance), score in sorted(profiler.pearson.items())
         ],
         "load": load,
@@ -66,7 +71,7 @@ def _row(profiler: Profiler, key: tuple[str, int, int, int]) -> Row | None:
         "phase": PHASE_NAMES[phase],
         "predictor": name,
         **summary,
-        "cosine": profiler.cosine(phase, source, target) if paired else None,
+        "cosine": profiler.cosine(phase, source, target) if paired and target > source else None,
     }
 
 
@@ -184,7 +189,7 @@ def _predictor_table(result: dict[str, Any]) -> Any:
             for m in ("token_recall", "exact_set", "load_accuracy", "straggler_recall")
         ]
         shown = [f"{m:.3f}" for m in means] + ["-" if r is None else f"{r:.3f}"]
-        table.add_row(predictor, str(distance or "-"), phase, *shown)
+        table.add_row(predictor, "-" if distance is None else str(distance), phase, *shown)
     return table
 
 

@@ -1,4 +1,4 @@
-"""`Profiler`: running scores of the predictors that need no training, and of the loads themselves.
+"""`Profiler`: running scores of predictors, and of the loads themselves.
 
 Legend: T tokens, K experts a token, E experts, H hidden, N iterations.
 """
@@ -6,11 +6,13 @@ Legend: T tokens, K experts a token, E experts, H hidden, N iterations.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from moeless import metrics
+from moeless.models.predictor import Predictor
 from moeless.models.probe import ProbedLayer
 from moeless.train.rows import CapturedRows
 from moeless.train.scores import PearsonSum, PredictionScore
@@ -21,12 +23,14 @@ HISTORY_ITERATIONS = 32
 
 class Profiler:
     """Scores over all rows seen of `gate` (the target's router on an earlier layer's router input), `gate-normed`
-    (on that layer's residual through the target's own norm) and `history` (loads of the iterations before).
+    (on that layer's residual through the target's own norm), `history` (loads of the iterations before) and, where
+    there are predictors, `tuned`; one that reads the target's own input before attention has distance 0.
     """
 
-    def __init__(self, points: list[ProbedLayer], distances: tuple[int, ...]) -> None:
+    def __init__(self, points: list[ProbedLayer], distances: tuple[int, ...], tuned: Sequence[Predictor] = ()) -> None:
         self.points = points
         self.distances = distances
+        self.tuned = tuned
         self.num_experts = [p.layer.num_experts for p in points]
         self.num_tokens = [0, 0]
         self.scores: dict[tuple[str, int, int, int], PredictionScore] = defaultdict(PredictionScore)
@@ -48,6 +52,8 @@ class Profiler:
                 self._add_history(phase, target, actual_TK, iteration_T, loads_NE)
                 for source in (target - d for d in self.distances if d <= target):
                     self._add_pair(phase, source, target, part, iteration_T, loads_NE)
+                for predictor in (p for p in self.tuned if p.target_layer == target):
+                    self._add_tuned(phase, predictor, part, iteration_T, loads_NE)
 
     def cosine(self, phase: int, source: int, target: int) -> float:
         """Mean cosine similarity of the two layers' router inputs (paper Fig. 6a)."""
@@ -102,11 +108,31 @@ class Profiler:
             inputs["gate-normed"] = point.norm(_near(rows.channels["residual"][source], point.norm))
         for name, input_TH in inputs.items():
             predicted_TK = point.route(_near(input_TH, point.layer.router)).cpu().numpy()
-            score = self.scores[name, phase, source, target]
-            score.add_tokens(predicted_TK, rows.channels["ids"][target].numpy())
-            predicted_NE = self._count(predicted_TK, iteration_T, target)
-            score.add_loads(predicted_NE, loads_NE)
-            self.pearson[name, phase, target - source].add(predicted_NE, loads_NE)
+            self._add_score((name, phase, source, target), predicted_TK, rows, iteration_T, loads_NE)
+
+    def _add_tuned(
+        self, phase: int, predictor: Predictor, rows: CapturedRows, iteration_T: np.ndarray, loads_NE: np.ndarray
+    ) -> None:
+        channel = "gate_input" if predictor.source == "gate-input" else "layer_input"
+        x_TH = rows.channels[channel][predictor.source_layer]
+        predicted_TK = predictor.predict(x_TH.to(predictor.gate.weight_EH.device)).cpu().numpy()
+        key = ("tuned", phase, predictor.source_layer, predictor.target_layer)
+        self._add_score(key, predicted_TK, rows, iteration_T, loads_NE)
+
+    def _add_score(
+        self,
+        key: tuple[str, int, int, int],
+        predicted_TK: np.ndarray,
+        rows: CapturedRows,
+        iteration_T: np.ndarray,
+        loads_NE: np.ndarray,
+    ) -> None:
+        name, phase, source, target = key
+        score = self.scores[key]
+        score.add_tokens(predicted_TK, rows.channels["ids"][target].numpy())
+        predicted_NE = self._count(predicted_TK, iteration_T, target)
+        score.add_loads(predicted_NE, loads_NE)
+        self.pearson[name, phase, target - source].add(predicted_NE, loads_NE)
 
     def balance(self, phase: int, layer: int) -> tuple[float, float]:
         """(CV, max over mean) of a layer's expert loads, mean over iterations."""

@@ -15,7 +15,9 @@ from moeless.config.profile import ProfileConfig
 from moeless.errors import UsageError
 from moeless.files import require_free_bytes, require_writable, write_json
 from moeless.models.checkpoint import LoadedModel, config_hash, load_model
-from moeless.models.probe import probe_layers
+from moeless.models.predictor import Predictor, make_predictor, read_entries
+from moeless.models.predictor_file import read_predictors
+from moeless.models.probe import ProbedLayer, probe_layers
 from moeless.result import result_header
 from moeless.train.capture import WorkItem, capture_batches, plan_work
 from moeless.train.data import Corpus, load_corpus
@@ -45,9 +47,11 @@ def run_profile(config: ProfileConfig) -> dict[str, Any]:
         )
     corpus, documents, work = prepare_work(config, loaded)
     points = probe_layers(loaded.model, loaded.layers, loaded.input_device)
-    channels: tuple[Channel, ...] = ("residual",) if config.capture is None else ("residual", "layer_input")
+    tuned = _tuned_predictors(config, loaded, points)
+    plain = config.capture is None and config.predictors is None
+    channels: tuple[Channel, ...] = ("residual",) if plain else ("residual", "layer_input")
     store = open_store(config, loaded, documents, channels, work, config.capture) if config.capture else None
-    profiler = Profiler(points, config.distances)
+    profiler = Profiler(points, config.distances, tuned)
     with torch.no_grad():
         for rows in capture_batches(loaded, points, work, channels=channels, seed=config.seed, store=store):
             profiler.add(rows)
@@ -65,10 +69,30 @@ def run_profile(config: ProfileConfig) -> dict[str, Any]:
         },
         "data": describe_corpus(corpus, documents),
     }
+    if config.predictors is not None:
+        _note_tuning_corpus(config.predictors, result["data"])
     config.out.mkdir(parents=True, exist_ok=True)
     result["pictures"] = draw_profile(result, config.out)
     write_json(config.out / "profile.json", result)
     return result
+
+
+def _tuned_predictors(config: ProfileConfig, loaded: LoadedModel, points: list[ProbedLayer]) -> list[Predictor]:
+    """What `--predictors` holds for the distances asked for, and for layers' own input before attention."""
+    if config.predictors is None:
+        return []
+    entries = read_entries(config.predictors, loaded.model, points)
+    wanted = [entry for entry in entries if entry.distance in (0, *config.distances)]
+    made = [make_predictor(points[entry.target_layer], entry) for entry in wanted]
+    return [predictor for predictor in made if predictor is not None]
+
+
+def _note_tuning_corpus(folder: Path, data: dict[str, Any]) -> None:
+    """Say so when predictors are measured on the corpus they were tuned on."""
+    if read_predictors(folder)[0].get("data", {}).get("name") == data["name"]:
+        data["notes"].append(
+            "the predictors were tuned on documents of this corpus; their own file has held-out numbers"
+        )
 
 
 def prepare_work(config: CaptureConfig, loaded: LoadedModel) -> tuple[Corpus, list[TokenDocument], list[WorkItem]]:
