@@ -107,7 +107,7 @@ class RankProcesses:
                     store_host="127.0.0.1",
                     store_port=port,
                     channel=address,
-                    num_threads=max(1, (os.cpu_count() or 1) // self.size),
+                    num_threads=_num_threads(self.size),
                 )
                 self._processes.append(start_rank(order))
         except BaseException:
@@ -197,6 +197,12 @@ class RankProcesses:
             if code is not None:
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 raise RankError(f"rank {rank} died ({how}); see its output above")
+
+
+def _num_threads(num_ranks: int) -> int:
+    """Threads of each rank: what OMP_NUM_THREADS says, as for any torch program, else an equal share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else max(1, (os.cpu_count() or 1) // num_ranks)
 
 
 def start_rank(order: RankOrder) -> subprocess.Popen[str]:

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
 from moeless.config.serve import ServeConfig
 from moeless.errors import MoelessError
@@ -19,8 +20,10 @@ def run_serve(config: ServeConfig) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        MoelessError: the port is taken, the model can't be loaded, or the ranks were lost for good.
+        MoelessError: a package is missing, the port is taken, the model can't be loaded, or the ranks were lost for good.
     """
+    if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]:
+        raise MoelessError(f"moeless serve needs {', '.join(missing)}; run: pip install 'moeless[serve]'")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     logging.getLogger("moeless").setLevel(logging.INFO)
     key = os.environ.get("MOELESS_API_KEY")
