@@ -18,17 +18,18 @@ def deal_row(counts_SE: Ints, shares_EG: Ints, source: int) -> Ints:
 
     `shares_EG` has to divide exactly the column sums of `counts_SE`.
     """
-    own_SE = np.minimum(counts_SE, shares_EG.T)
-    left_SE = counts_SE - own_SE
-    open_EG = shares_EG - own_SE.T
-    start_E = left_SE[:source].sum(0)
-    end_E = start_E + left_SE[source]
+    counts_ES = np.ascontiguousarray(counts_SE.T)
+    own_ES = np.minimum(counts_ES, shares_EG)
+    start_E1 = (counts_ES[:, :source] - own_ES[:, :source]).sum(1, keepdims=True)
+    end_E1 = start_E1 + (counts_ES[:, source] - own_ES[:, source])[:, None]
+    open_EG = shares_EG - own_ES
     until_EG = np.cumsum(open_EG, axis=1)
-    row_EG = np.minimum(until_EG, end_E[:, None]) - np.maximum(until_EG - open_EG, start_E[:, None])
+    row_EG: Ints = np.minimum(until_EG, end_E1)
+    until_EG -= open_EG
+    row_EG -= np.maximum(until_EG, start_E1, out=until_EG)
     np.maximum(row_EG, 0, out=row_EG)
-    row_EG[:, source] += own_SE[source]
-    result: Ints = row_EG
-    return result
+    row_EG[:, source] += own_ES[:, source]
+    return row_EG
 
 
 def deal(counts_SE: Ints, shares_EG: Ints) -> Ints:
