@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM
 
-from moeless.bench.layers_calibrate import calibrate
 from moeless.bench.layers_experts import RandomExperts, write_random_experts
 from moeless.config.model import ModelConfig
+from moeless.engine.calibrate import calibrate, device_clock
 from moeless.engine.ep import LocalGroup
 from moeless.engine.expert_layers import ExpertSettings, build_expert_layers
 from moeless.engine.expert_pool import ExpertPool
@@ -126,9 +126,11 @@ def measure_costs(
     """
     path = folder / "experts.safetensors"
     write_random_experts(path, num_experts=4, hidden=hidden, ffn=ffn, dtype=dtype, seed=0)
-    clock = _device_clock(device)
+    clock = device_clock(device)
     with torch.inference_mode():
-        found = calibrate(LocalGroup(device), RandomExperts(path), clock)
+        pool = ExpertPool(RandomExperts(path), 4, device)
+        found = calibrate(LocalGroup(device), pool, clock)
+        pool.close()
         costs = found.as_dict() | {"prediction_us": _prediction_us(device, hidden, dtype, clock)}
     cluster = dataclasses.asdict(found.cluster(8, 3 * hidden * ffn, hidden, dtype.itemsize))
     return costs, cluster | {"link_bytes_per_s": cluster["memory_bytes_per_s"]}
@@ -166,15 +168,6 @@ def _prediction_us(device: torch.device, hidden: int, dtype: torch.dtype, clock:
         torch.bincount((x_TH @ gate_EH.T).softmax(-1).topk(4).indices.reshape(-1), minlength=64)
         times.append(clock() - begin)
     return 1e6 * statistics.median(times[5:])
-
-
-def _device_clock(device: torch.device) -> Callable[[], float]:
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return clock
 
 
 if __name__ == "__main__":

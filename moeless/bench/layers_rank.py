@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moeless.bench.layers_calibrate import Calibration, calibrate
 from moeless.bench.layers_experts import RandomExperts
+from moeless.engine.calibrate import Calibration, calibrate, device_clock
 from moeless.engine.ep import Control, RankGroup
 from moeless.engine.expert_layers import ExpertLayers, ExpertSettings, build_expert_layers
+from moeless.engine.expert_pool import ExpertPool
 from moeless.engine.moe_block import STAGES
 from moeless.policy.config import BALANCERS
 
@@ -57,10 +58,12 @@ class RankTimes:
 
 def measure(group: RankGroup, job: LayersJob) -> RankTimes:
     """Calibrate, then run all layers one after the other."""
-    clock = _clock(group.device, job.cpu_clock)
+    clock = time.thread_time if job.cpu_clock else device_clock(group.device)
     source = RandomExperts(job.weights)
     with torch.inference_mode():
-        calibration = calibrate(group, source, clock)
+        pool = ExpertPool(source, min(4, source.num_experts), group.device)
+        calibration = calibrate(group, pool, clock)
+        pool.close()
         num_layers, num_iterations = (0, 0) if job.ids_LITK is None else job.ids_LITK.shape[:2]
         run = _Run(group, job, source, calibration, clock, (num_layers, num_iterations - job.num_warmup))
         for layer in range(num_layers):
@@ -180,14 +183,3 @@ def _decide_only(stack: ExpertLayers, x_TH: torch.Tensor, ids_TK: torch.Tensor) 
 
 def _counts(stack: ExpertLayers) -> list[int]:
     return [getattr(stack.controller.meters, name) for name in _COUNTED]
-
-
-def _clock(device: torch.device, cpu_clock: bool) -> Callable[[], float]:
-    if device.type == "cpu":
-        return time.thread_time if cpu_clock else time.perf_counter
-
-    def after_the_device() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return after_the_device

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from moeless.engine.calibrate import calibrate, device_clock
 from moeless.engine.controller import ExpertController, Predictor
 from moeless.engine.ep import RankGroup
 from moeless.engine.expert_pool import ExpertPool
@@ -24,7 +25,7 @@ from moeless.engine.residency import Residency
 from moeless.models.expert_store import ExpertSource
 from moeless.models.family import MoeLayer
 from moeless.policy.balancers import Balancer, make_balancer
-from moeless.policy.config import BalancerConfig
+from moeless.policy.config import BALANCERS, BalancerConfig
 from moeless.policy.cost import TOKENS, CostModel, resident_gbs
 from moeless.policy.types import EpShape
 from moeless.trace.recorder import Recorder
@@ -41,8 +42,8 @@ class ExpertSettings:
     Attributes:
         balancer: a key of `BALANCERS`, a configuration, or a balancer ready made. One rank has nothing to balance, and
             spends no time on it.
-        cost: what plans are priced with; rank 0's on all ranks. By default tokens, as in the paper, until a device is
-            measured (`moeless bench layers --calibrate`).
+        cost: what plans are priced with; the same on all ranks. By default it is measured at the start, where the
+            balancer's decisions depend on it.
         num_slots: replicas a layer may have over all ranks; by default one each, and one more a rank.
         budget_bytes: memory for experts on each rank; by default what `num_slots` takes in all layers, and two spare.
             Less than the experts need makes a slower engine, not a wrong one.
@@ -51,7 +52,7 @@ class ExpertSettings:
     """
 
     balancer: str | BalancerConfig | Balancer = "moeless-roofline"
-    cost: CostModel = TOKENS
+    cost: CostModel | None = None
     num_slots: int | None = None
     budget_bytes: int | None = None
     distance: int = 1
@@ -63,15 +64,25 @@ class ExpertSettings:
         slots = min(most, num_experts + num_ranks) if self.num_slots is None else self.num_slots
         return EpShape(num_experts=num_experts, num_ranks=num_ranks, num_slots=slots)
 
-    def make_balancer(self, shape: EpShape, num_layers: int) -> Balancer:
-        """The balancer itself. Raises `UsageError` for a name that there is not."""
+    def make_balancer(
+        self, group: RankGroup, pool: ExpertPool, shape: EpShape, num_layers: int
+    ) -> tuple[Balancer, CostModel]:
+        """The balancer and its prices; all ranks call this together. Raises `UsageError` for an unknown name."""
         if not isinstance(self.balancer, str | BalancerConfig):
-            return self.balancer
-        return make_balancer(self.balancer if shape.num_ranks > 1 else "static", shape, num_layers, self.cost)
+            return self.balancer, self.cost or TOKENS
+        method = self.balancer if group.size > 1 else "static"
+        config = BALANCERS.get(method) if isinstance(method, str) else method
+        prices = config is not None and (config.scale == "time" or config.split == "roofline")
+        cost = self.cost or (calibrate(group, pool, device_clock(pool.device)).cost() if prices else TOKENS)
+        return make_balancer(method, shape, num_layers, cost), cost
 
 
 class ExpertLayers:
-    """The blocks of a model with what they share."""
+    """The blocks of a model with what they share.
+
+    Attributes:
+        cost: what plans are priced with; the simulator needs it to make the same plans of a recorded trace.
+    """
 
     def __init__(
         self,
@@ -79,11 +90,13 @@ class ExpertLayers:
         pool: ExpertPool,
         controller: ExpertController,
         timer: StageTimer,
+        cost: CostModel,
         recorder: Recorder | None,
         clock: Callable[[], float],
     ) -> None:
         """Use `build_expert_layers`."""
         self.blocks, self.pool, self.controller, self.timer = blocks, pool, controller, timer
+        self.cost = cost
         self._recorder, self._clock = recorder, clock
         self._begin_s = self._metered_s = clock()
 
@@ -121,6 +134,7 @@ class ExpertLayers:
             **self.controller.meters.as_dict(),
             "pool": {**vars(pool.stats), "num_slots": pool.num_slots, "resident_bytes": pool.resident_bytes},
             "stage_s": dict(self.timer.seconds),
+            "cost": asdict(self.cost),
         }
 
     def close(self) -> None:
@@ -156,8 +170,9 @@ def build_expert_layers(
         slots = ExpertPool.slots_within(source, settings.budget_bytes, group.device)
     residency = Residency(num_layers, num_experts, group.size, min(slots, num_layers * num_experts + NUM_SPARE))
     pool = ExpertPool(source, residency.slots_per_rank, group.device)
+    balancer, cost = settings.make_balancer(group, pool, shape, num_layers)
     controller = ExpertController(
-        settings.make_balancer(shape, num_layers),
+        balancer,
         residency,
         pool,
         rank=group.rank,
@@ -171,4 +186,4 @@ def build_expert_layers(
     if model is not None:
         for block, layer in zip(blocks, layers, strict=True):
             block.install(model, layer)
-    return ExpertLayers(blocks, pool, controller, timer, recorder, clock)
+    return ExpertLayers(blocks, pool, controller, timer, cost, recorder, clock)

@@ -64,7 +64,7 @@ class ExpertPool:
             max_rows: rows of one expert computed at once, which bounds the memory of activations.
         """
         self.device, self.dtype, self.hidden = torch.device(device), source.dtype, source.hidden
-        self.num_slots, self.expert_bytes = num_slots, expert_bytes(source)
+        self.num_slots, self.num_experts, self.expert_bytes = num_slots, source.num_experts, expert_bytes(source)
         self.stats = PoolStats()
         self._source, self._max_rows = source, max_rows
         aligned = all(shape[-1] * self.dtype.itemsize % 16 == 0 for shape in source.shapes.values())

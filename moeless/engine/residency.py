@@ -85,6 +85,8 @@ class Residency:
         """Take in the exchanged slot states of `layer`; replicas that failed to load lose their slot and are given."""
         states_EG = states_GE.T
         self.ready_LEG[layer] = self.held_LEG[layer] & (states_EG == READY)
+        if not (states_EG == FAILED).any():
+            return []
         failed = [(int(e), int(g)) for e, g in np.argwhere(self.held_LEG[layer] & (states_EG == FAILED))]
         for expert, rank in failed:
             self._release(layer, expert, rank)

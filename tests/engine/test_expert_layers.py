@@ -165,7 +165,9 @@ def test_a_failing_planner_leaves_the_last_placement_serving(ranks: RankPool, re
 
 @pytest.mark.parametrize("balancer", ["eplb", "moeless", "moeless-roofline"])
 def test_the_simulator_replays_the_engines_plans(ranks: RankPool, reference: Reference, balancer: str) -> None:
-    result = check(ranks, reference, "mixtral", make_prompts([3, 2]), balancer=balancer, predict=True)[0]
+    result = check(ranks, reference, "mixtral", make_prompts([3, 2]), balancer=balancer, predict=True, replayable=True)[
+        0
+    ]
     trace = result["trace"]
     predicted = (
         predict_loads("recorded", trace, distance=1, noise=0, seed=0, training=None)

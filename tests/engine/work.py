@@ -20,6 +20,7 @@ from moeless.errors import CheckpointError, RankError
 from moeless.models.expert_store import ExpertStore, expert_bytes
 from moeless.models.weights import load_skeleton
 from moeless.policy.config import BalancerConfig
+from moeless.policy.cost import TOKENS
 from moeless.policy.deal import deal_row
 from moeless.policy.types import EpShape, Ints, LayerPlan, Placement, moves, placement_of, static_placement
 from moeless.trace.recorder import Recorder
@@ -141,6 +142,7 @@ def generate(
     predict: bool = False,
     settle_loads: bool = False,
     fault: str = "",
+    replayable: bool = False,
 ) -> dict[str, Any]:
     """Greedy tokens of this rank's prompts (all of one length), every step recomputed from the start.
 
@@ -150,6 +152,7 @@ def generate(
         budget_experts: memory in experts, less than the model has or more.
         predict: predict layer l+1 with its own router from layer l's input.
         settle_loads: wait for the loader after every step, so that replicas move in time.
+        replayable: price plans in tokens, not in what this machine is measured to take.
         fault: what goes wrong: `slow`, `unreadable` or `killed` loads, or a `planner` that fails from the third step.
     """
     loaded, store = load_skeleton(ModelConfig(model=folder))
@@ -166,6 +169,7 @@ def generate(
         group,
         ExpertSettings(
             balancer=RandomBalancer(shape, 3) if balancer == "random" else balancer,
+            cost=TOKENS if replayable else None,
             num_slots=shape.num_slots,
             budget_bytes=None if budget_experts is None else round(budget_experts * expert_bytes(store)),
         ),

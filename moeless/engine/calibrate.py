@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from moeless.engine.ep import RankGroup, all_to_all
-from moeless.engine.expert_pool import ExpertPool
-from moeless.models.expert_store import ExpertSource, expert_bytes
+from moeless.engine.expert_pool import ExpertPool, PoolStats
 from moeless.policy.cost import Cluster, CostModel
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -80,15 +79,22 @@ class Calibration:
         return {**asdict(self), "expert_us": curve, "cold_start_over_memcpy": self.cold_start_over_memcpy}
 
 
-def calibrate(group: RankGroup, source: ExpertSource, clock: Callable[[], float]) -> Calibration:
-    """Measure on all ranks; every rank gets rank 0's result."""
-    beta_us, latency_us = _transfer_us(group, source, clock)
+def calibrate(group: RankGroup, pool: ExpertPool, clock: Callable[[], float]) -> Calibration:
+    """Measure on all ranks; every rank gets rank 0's result.
+
+    Args:
+        pool: with no expert loaded; its first slots are used and given back.
+        clock: seconds; on CUDA it has to wait for the device.
+    """
+    beta_us, latency_us = _transfer_us(group, pool, clock)
     values = torch.zeros(6 + len(_TOKENS), dtype=torch.int64)  # exchanged in nanoseconds and bytes
     if group.rank == 0:  # alone, the others wait in the exchange
-        pool = ExpertPool(source, min(4, source.num_experts), group.device)
-        copy, memcpy = _load_rates(pool, source)
-        curve = [_expert_us(pool, tokens, clock) for tokens in _TOKENS]
-        pool.close()
+        experts = range(min(4, pool.num_slots, pool.num_experts))
+        copy, memcpy = _load_rates(pool, experts)
+        curve = [_expert_us(pool, experts, tokens, clock) for tokens in _TOKENS]
+        for expert in experts:
+            pool.drop(0, expert)
+        pool.stats = PoolStats()
         floor_us, alpha_us = fit_roofline(_TOKENS, curve)
         times = [round(1e3 * us) for us in (floor_us, alpha_us, beta_us, latency_us, *curve)]
         values = torch.tensor([round(copy), round(memcpy), *times], dtype=torch.int64)
@@ -101,7 +107,7 @@ def calibrate(group: RankGroup, source: ExpertSource, clock: Callable[[], float]
         latency_us=latency_us,
         copy_bytes_per_s=copy_rate,
         memcpy_bytes_per_s=memcpy_rate,
-        expert_bytes=expert_bytes(source),
+        expert_bytes=pool.expert_bytes,
         expert_us=tuple((tokens, ns / 1e3) for tokens, ns in zip(_TOKENS, times[4:], strict=True)),
     )
 
@@ -122,12 +128,12 @@ def fit_roofline(tokens: tuple[int, ...], times_us: list[float]) -> tuple[float,
     return fit
 
 
-def _expert_us(pool: ExpertPool, num_tokens: int, clock: Callable[[], float]) -> float:
+def _expert_us(pool: ExpertPool, experts: range, num_tokens: int, clock: Callable[[], float]) -> float:
     """Median time of one expert with `num_tokens` rows, its weights out of the processor's caches."""
     rows = torch.randn(num_tokens, pool.hidden, device=pool.device).to(pool.dtype)
     times = []
     for repeat in range(_REPEATS + 1):
-        expert = repeat % pool.num_slots
+        expert = repeat % len(experts)
         counts = [0] * expert + [num_tokens]
         begin = clock()
         pool.compute(0, rows, counts)
@@ -135,9 +141,8 @@ def _expert_us(pool: ExpertPool, num_tokens: int, clock: Callable[[], float]) ->
     return 1e6 * statistics.median(times[1:])
 
 
-def _load_rates(pool: ExpertPool, source: ExpertSource) -> tuple[float, float]:
-    """Bytes a second of cold starts from a warm page cache, and of copying as much in memory: the best, by wall clock."""
-    experts = range(min(pool.num_slots, source.num_experts))
+def _load_rates(pool: ExpertPool, experts: range) -> tuple[float, float]:
+    """Bytes a second of cold starts (warm page cache) and of copying as much in memory; the best, by wall clock."""
     cold, plain = [], []
     for repeat in range(_REPEATS):
         for expert in experts:
@@ -157,13 +162,13 @@ def _load_rates(pool: ExpertPool, source: ExpertSource) -> tuple[float, float]:
     return pool.expert_bytes / min(cold[len(experts) :]), pool.expert_bytes / min(plain[len(experts) :])
 
 
-def _transfer_us(group: RankGroup, source: ExpertSource, clock: Callable[[], float]) -> tuple[float, float]:
+def _transfer_us(group: RankGroup, pool: ExpertPool, clock: Callable[[], float]) -> tuple[float, float]:
     """(a received token there and back, two all-to-alls of one row each)."""
     medians = []
     for rows_each in (1, 128):
-        x_NH = torch.zeros(rows_each * group.size, source.hidden, dtype=source.dtype, device=group.device)
+        x_NH = torch.zeros(rows_each * group.size, pool.hidden, dtype=pool.dtype, device=pool.device)
         counts = [rows_each] * group.size
-        order = torch.randperm(len(x_NH), device=group.device)
+        order = torch.randperm(len(x_NH), device=pool.device)
         times = []
         for _ in range(_REPEATS + 1):
             group.exchange(torch.zeros(1, dtype=torch.int32))
@@ -174,3 +179,15 @@ def _transfer_us(group: RankGroup, source: ExpertSource, clock: Callable[[], flo
         medians.append(1e6 * statistics.median(times[1:]))
     beta_us = max(0.0, medians[1] - medians[0]) / (127 * group.size)
     return beta_us, medians[0]
+
+
+def device_clock(device: torch.device) -> Callable[[], float]:
+    """Wall seconds; on CUDA after all work given to the device is done."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return clock
