@@ -22,6 +22,7 @@ from moeless.policy.cost import Cluster, CostModel
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _REPEATS = 5
+_MOST_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ def calibrate(group: RankGroup, pool: ExpertPool, clock: Callable[[], float]) ->
     beta_us, latency_us = _transfer_us(group, pool, clock)
     values = torch.zeros(6 + len(_TOKENS), dtype=torch.int64)  # exchanged in nanoseconds and bytes
     if group.rank == 0:  # alone, the others wait in the exchange
-        experts = range(min(4, pool.num_slots, pool.num_experts))
+        experts = range(min(3, pool.num_slots, pool.num_experts))
         copy, memcpy = _load_rates(pool, experts)
-        curve = [_expert_us(pool, experts, tokens, clock) for tokens in _TOKENS]
+        curve = _expert_curve(pool, experts, clock)
         for expert in experts:
             pool.drop(0, expert)
         pool.stats = PoolStats()
@@ -128,17 +129,26 @@ def fit_roofline(tokens: tuple[int, ...], times_us: list[float]) -> tuple[float,
     return fit
 
 
-def _expert_us(pool: ExpertPool, experts: range, num_tokens: int, clock: Callable[[], float]) -> float:
-    """Median time of one expert with `num_tokens` rows, its weights out of the processor's caches."""
-    rows = torch.randn(num_tokens, pool.hidden, device=pool.device).to(pool.dtype)
-    times = []
-    for repeat in range(_REPEATS + 1):
-        expert = repeat % len(experts)
-        counts = [0] * expert + [num_tokens]
-        begin = clock()
-        pool.compute(0, rows, counts)
-        times.append(clock() - begin)
-    return 1e6 * statistics.median(times[1:])
+def _expert_curve(pool: ExpertPool, experts: range, clock: Callable[[], float]) -> list[float]:
+    """Median time of one expert for each of `_TOKENS`, its weights out of the processor's caches.
+
+    The other ranks wait meanwhile, so sizes that would take too long are extended from the last one that did not.
+    """
+    curve: list[float] = []
+    deadline = time.monotonic() + _MOST_S
+    for num_tokens in _TOKENS:
+        if time.monotonic() > deadline and len(curve) > 1:
+            curve.append(curve[-1] * num_tokens / _TOKENS[len(curve) - 1])
+            continue
+        rows = torch.randn(num_tokens, pool.hidden, device=pool.device).to(pool.dtype)
+        times = []
+        for repeat in range(_REPEATS + 1):
+            expert = repeat % len(experts)
+            begin = clock()
+            pool.compute(0, rows, [0] * expert + [num_tokens])
+            times.append(clock() - begin)
+        curve.append(1e6 * statistics.median(times[1:]))
+    return curve
 
 
 def _load_rates(pool: ExpertPool, experts: range) -> tuple[float, float]:
