@@ -1,4 +1,7 @@
-"""Drawing with matplotlib when it is installed: one look, files written whole, no window ever opened."""
+"""Drawing with matplotlib when it is installed: one look, files written whole, no window ever opened.
+
+Legends name their place, even "best": left to the default, matplotlib warns when the search takes long on a busy machine.
+"""
 
 from __future__ import annotations
 
@@ -72,5 +75,5 @@ def draw_cdf(figures: Figures, rows: list[dict[str, Any]], name: str, title: str
         axes.plot(1e3 * np.array(row["layer_ms_cdf"]), shares, style, color=colour, label=row["name"])
     slow = max(row["layer_ms_cdf"][99] for row in rows)
     axes.set(xlabel="MoE layer time, us", ylabel="share of layers", title=title, xlim=(0, 1.05e3 * slow), ylim=(0, 1))
-    axes.legend(frameon=False)
+    axes.legend(loc="best", frameon=False)
     figures.save(figure, name)

@@ -49,7 +49,7 @@ def _draw_finetune(result: Result, folder: Path) -> list[Path]:
         panel.plot(layers, [row["after"] for row in chosen], "o-", color="tab:blue", label="after")
         panel.axhline(result["threshold"], color="tab:red", linestyle=":", label="threshold h")
         panel.set(title=f"d = {distance}", xlabel="target layer", ylabel=result["metric"], ylim=(0, 1.02))
-    panels[0].legend(frameon=False)
+    panels[0].legend(loc="best", frameon=False)
     figures.save(figure, "accuracy.png")
     return figures.written
 
@@ -73,7 +73,7 @@ def _draw_layers(result: Result, folder: Path) -> list[Path]:
     models.set(xlabel="modelled layer ms", ylabel="measured layer ms", title="cost model and clock")
     models.set_xlim(0, 1.1 * max(row["modelled_layer_ms"] for row in rows))
     models.set_ylim(0, 1.1 * max(row["layer_ms"]["mean"] for row in rows))
-    models.legend(frameon=False, fontsize=8)
+    models.legend(loc="best", frameon=False, fontsize=8)
     stages.invert_yaxis()
     figures.save(figure, "stages.png")
     return figures.written

@@ -69,7 +69,7 @@ def _draw_timeline(figures: Figures, result: dict[str, Any]) -> None:
     if "switch" in result:
         for panel in (above, below):
             panel.axvline(result["switch"]["iteration"], color="0.5", linestyle=":", label="traffic switches")
-    above.legend(frameon=False, ncol=3, fontsize=8)
+    above.legend(loc="best", frameon=False, ncol=3, fontsize=8)
     figures.save(figure, "timeline.png")
 
 
@@ -82,7 +82,7 @@ def _draw_sweep(figures: Figures, sweep: str, points: list[dict[str, Any]]) -> N
         counts.plot(values, [row["replicas_mean"] for row in rows], "o-", color=colour)
     times.set(xlabel=sweep, ylabel="mean layer time, us", title=f"sensitivity to {sweep} (simulated)")
     counts.set(xlabel=sweep, ylabel="replicas a layer")
-    times.legend(frameon=False, fontsize=8)
+    times.legend(loc="best", frameon=False, fontsize=8)
     figures.save(figure, f"sweep_{sweep.replace('-', '_')}.png")
 
 
@@ -102,7 +102,7 @@ def _draw_batch(figures: Figures, points: list[dict[str, Any]]) -> None:
     axes.text(0.99, 0.98, "slower than static", transform=axes.transAxes, ha="right", va="top", color="tab:red")
     axes.text(0.01, 0.02, "faster than static", transform=axes.transAxes, color="tab:green")
     axes.set(xlabel="tokens an iteration", ylabel="layer time / static's", title="where replication pays (simulated)")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(loc="best", frameon=False, fontsize=8)
     figures.save(figure, "sweep_batch.png")
 
 

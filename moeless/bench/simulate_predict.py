@@ -57,17 +57,22 @@ def followers(routes: Routes, distance: int) -> Floats:
 
     Counted over tokens; an expert that no training token went to predicts the later layer's overall popularity.
     """
-    num_layers, num_experts = routes.num_layers, routes.num_experts
-    chosen_LTE = np.zeros((num_layers, routes.num_tokens, num_experts), np.float32)
-    for layer in range(num_layers):
-        np.put_along_axis(chosen_LTE[layer], routes.ids_TLK[:, layer].astype(np.int64), 1, axis=1)
-    result = np.zeros((max(0, num_layers - distance), num_experts, num_experts))
-    for layer in range(num_layers - distance):
-        together = (chosen_LTE[layer].T @ chosen_LTE[layer + distance]).astype(float)
-        popularity = chosen_LTE[layer + distance].sum(0, dtype=float)
+    num_pairs = max(0, routes.num_layers - distance)
+    result = np.zeros((num_pairs, routes.num_experts, routes.num_experts))
+    for layer in range(num_pairs):
+        later_TE = _chosen(routes, layer + distance)
+        together = (_chosen(routes, layer).T @ later_TE).astype(float)
+        popularity = later_TE.sum(0, dtype=float)
         totals = together.sum(1, keepdims=True)
         result[layer] = np.where(totals > 0, together / np.maximum(totals, 1), popularity / popularity.sum())
     return result
+
+
+def _chosen(routes: Routes, layer: int) -> NDArray[np.float32]:
+    """1 where a token went to an expert [T, E]."""
+    chosen = np.zeros((routes.num_tokens, routes.num_experts), np.float32)
+    np.put_along_axis(chosen, routes.ids_TLK[:, layer].astype(np.int64), 1, axis=1)
+    return chosen
 
 
 def conditional_loads(counts_ILE: Floats, followers_LEE: Floats, distance: int) -> Floats:

@@ -119,6 +119,9 @@ def build_workload(config: SimulateConfig, source: Routes | LoadTrace) -> Worklo
     if (config.arrivals or config.rate) and source.phase != "mixed":
         other = "prompts" if source.phase == "decode" else "outputs"
         notes.append(f"these are {source.phase} routes only, so the requests' {other} take no part")
+    wrong = {"decode": config.prompts, "prefill": config.streams}.get(source.phase)
+    if wrong is not None:
+        notes.append(f"these routes were recorded in {source.phase}; the other phase may route otherwise")
     return Workload(
         trace=trace, routes=source, training=training, description=_describe(config, source), notes=tuple(notes)
     )

@@ -204,6 +204,13 @@ def test_a_recorded_trace_with_token_ids_can_be_batched_anew(tmp_path: Path) -> 
     assert composed["routes"]["tokens_per_iteration"] == 300
 
 
+def test_routes_of_another_phase_are_noted(routes: Path) -> None:
+    result = run_simulate(config_of(routes, streams=None, prompts=4))
+    assert any("recorded in decode" in note for note in result["notes"])
+    assert result["balancers"][0]["phases"].keys() == {"prefill"}
+    assert not any("recorded in" in note for note in run_simulate(config_of(routes))["notes"])
+
+
 def test_shapes_and_clusters(routes: Path) -> None:
     result = run_simulate(config_of(routes, model_shape="phi-3.5-moe", cluster="8xa6000"))
     assert any("no number here is a result of phi-3.5-moe" in note for note in result["notes"])
