@@ -23,6 +23,7 @@ from moeless.bench.layers_experts import write_random_experts
 from moeless.bench.layers_launch import run_ranks
 from moeless.bench.layers_rank import LayersJob, RankTimes, measure
 from moeless.bench.layers_routes import compose, load_routes
+from moeless.bench.simulate_verdict import verdict
 from moeless.config.layers import LayersConfig
 from moeless.engine.moe_block import STAGES
 from moeless.files import require_free_bytes, write_json
@@ -63,13 +64,18 @@ def run_layers(config: LayersConfig) -> dict[str, Any]:
         "clock": _describe_clock(config),
         "calibration": ranks[0].calibration.as_dict(),
         "balancers": rows,
+        "verdict": verdict([{**row, "iteration_ms": row["layer_ms"]["mean"]} for row in rows], None),
     }
     write_json(config.out / "layers.json", result)
     return result
 
 
 def make_rows(config: LayersConfig, ranks: list[RankTimes]) -> list[dict[str, Any]]:
-    """What is reported of each balancer. Keys are those of `bench simulate` where they mean the same."""
+    """What is reported of each balancer. Keys are those of `bench simulate` where they mean the same.
+
+    `overhead_share` is the share of the layer that the slowest rank's computation is not: exchange, plan, copying rows,
+    and Python. `ranks` are mean compute times, `rank_rows` mean rows computed.
+    """
     seconds_GLIBS = np.stack([rank.seconds_LIBS for rank in ranks])
     rows_GLIB = np.stack([rank.rows_LIB for rank in ranks])
     layer_ms_LIB = 1e3 * seconds_GLIBS.sum(-1).max(0)
@@ -94,8 +100,11 @@ def make_rows(config: LayersConfig, ranks: list[RankTimes]) -> list[dict[str, An
                 "modelled_layer_ms": _round(ranks[0].modelled_us_LIB[:, :, b].mean() / 1e3),
                 **_stages_ms(seconds_GLIBS[:, :, :, b]),
                 "wait_ms": _round((compute_GLI.max(0) - compute_GLI.min(0)).mean()),
+                "overhead_share": _round(1 - compute_GLI.max(0).mean() / layer_ms.mean()),
                 "ranks": [_round(ms) for ms in compute_GLI.mean((1, 2))],
+                "rank_rows": [_round(rows) for rows in rows_GLIB[..., b].mean((1, 2))],
                 "replicas_mean": _round(replicas_LI.mean()),
+                "resident_gb": _round(resident_LI.mean() * expert_bytes / 1e9),
                 "billed_gb_s": _round(
                     sum(
                         billed_gbs(int(n), ms * 1e3, expert_bytes)

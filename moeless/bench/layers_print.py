@@ -31,6 +31,10 @@ def print_layers(result: dict[str, Any]) -> None:
         f"{found['cold_start_over_memcpy']:.2f}x the time of a memcpy",
         highlight=False,
     )
+    if "verdict" in result:
+        style = "bold green" if result["verdict"]["worth_it"] else "bold yellow"
+        reason = result["verdict"]["reason"].replace("iteration", "layer")
+        console.print(f"verdict: {reason}", style=style, highlight=False)
     if "written" in result:
         console.print(f"written: {result['written']}", highlight=False)
 

@@ -48,6 +48,7 @@ def test_two_ranks_measured_by_their_own_clocks(
     result = run_layers(small(routes, clock="cpu", out=tmp_path, balancers="eplb,moeless-roofline,bound"))
     assert json.loads((tmp_path / "layers.json").read_text()) == result
     assert result["source"] == "live"
+    assert result["verdict"]["imbalance"] == result["balancers"][0]["max_over_mean"]
     rows = {row["name"]: row for row in result["balancers"]}
     assert list(rows) == ["static", "eplb", "moeless-roofline", "bound"]
     for row in rows.values():
@@ -55,6 +56,8 @@ def test_two_ranks_measured_by_their_own_clocks(
         assert stages == pytest.approx(row["layer_ms"]["mean"], rel=1e-3)
         assert row["layer_ms_cdf"][0] <= row["layer_ms"]["p50"] <= row["layer_ms_cdf"][-1]
         assert len(row["ranks"]) == 2
+        assert sum(row["rank_rows"]) == pytest.approx(2 * 32 * 2, rel=1e-4)
+        assert 0 < row["overhead_share"] < 1
         assert row["billed_gb_s"] > 0
         assert row["resident_gb_s"] >= 0.5 * row["billed_gb_s"]
     assert rows["static"]["over_static"] == 1
