@@ -86,6 +86,20 @@ def test_file_round_trip(tmp_path: Path) -> None:
     assert (again.predicted_ILE[:, 0] == -1).all()
 
 
+def test_select_iterations_and_layers() -> None:
+    recorder = make_recorder(capacity=8, token_capacity=100)
+    record(recorder, [skewed_ids(5, seed=i) for i in range(4)])
+    trace = recorder.snapshot("run")
+    assert trace is not None
+    assert trace.predicted_ILE is not None
+    part = trace.select(num_iterations=3, layers=(0, 2))
+    assert part.predicted_ILE is not None
+    np.testing.assert_array_equal(part.counts_ILE, trace.counts_ILE[:3][:, [0, 2]])
+    np.testing.assert_array_equal(part.predicted_ILE, trace.predicted_ILE[:3][:, [0, 2]])
+    assert part.ids_TLK is None
+    assert trace.select(num_iterations=99).num_iterations == 4
+
+
 def test_tokens_regroup_by_request() -> None:
     recorder = make_recorder(capacity=8, token_capacity=100)
     batches = [skewed_ids(5, seed=i) for i in range(4)]

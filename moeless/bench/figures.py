@@ -1,6 +1,6 @@
 """Drawing with matplotlib when it is installed: one look, files written whole, no window ever opened.
 
-Legends name their place, even "best": left to the default, matplotlib warns when the search takes long on a busy machine.
+Legends name their place, even "best": by default, matplotlib warns when its search takes long on a busy machine.
 """
 
 from __future__ import annotations

@@ -71,18 +71,7 @@ def load_source(config: SimulateConfig) -> Routes | LoadTrace:
         return source.select_layers(config.layer_numbers)
     if max(config.layer_numbers) >= source.num_layers:
         raise UsageError(f"layer {max(config.layer_numbers)} is not in {source.name!r}, which has {source.num_layers}")
-    keep = list(config.layer_numbers)
-    predicted = None if source.predicted_ILE is None else source.predicted_ILE[:, keep]
-    return replace(
-        source,
-        counts_ILE=source.counts_ILE[:, keep],
-        predicted_ILE=predicted,
-        rank_counts_ILGE=None,
-        ready_ILEG=None,
-        ids_TLK=None,
-        token_offsets=None,
-        sequences_T=None,
-    )
+    return source.select(layers=config.layer_numbers)
 
 
 def build_workload(config: SimulateConfig, source: Routes | LoadTrace) -> Workload:
@@ -150,9 +139,9 @@ def build_machine(config: SimulateConfig, trace: LoadTrace, top_k: int | None) -
         free_copies=config.copies == "free",
         cold_start=config.start == "cold",
     )
-    notes += (
-        f"expert size of {model_name}: {cost.expert_bytes / 1e6:.1f} MB; rates of {config.cluster} from data sheets",
-    )
+    origin = "from data sheets" if config.cluster in CLUSTERS else "as that file says"
+    size = f"expert size of {model_name}: {cost.expert_bytes / 1e6:.1f} MB"
+    notes += (f"{size}; rates of {config.cluster} {origin}",)
     return Machine(shape=shape, cost=cost, settings=settings, notes=notes)
 
 
@@ -168,20 +157,7 @@ def _recorded_workload(config: SimulateConfig, trace: LoadTrace) -> Workload:
         raise UsageError("--predictor conditional needs a trace with the experts of each token, not counts")
     if trace.num_iterations <= config.warmup:
         raise UsageError(f"--warmup {config.warmup} leaves nothing of the trace's {trace.num_iterations} iterations")
-    cut = slice(0, config.iterations)
-    kept = replace(
-        trace,
-        counts_ILE=trace.counts_ILE[cut],
-        phases_I=trace.phases_I[cut],
-        num_tokens_I=trace.num_tokens_I[cut],
-        predicted_ILE=None if trace.predicted_ILE is None else trace.predicted_ILE[cut],
-        durations_s_I=None if trace.durations_s_I is None else trace.durations_s_I[cut],
-        rank_counts_ILGE=None,
-        ready_ILEG=None,
-        ids_TLK=None,
-        token_offsets=None,
-        sequences_T=None,
-    )
+    kept = trace.select(num_iterations=config.iterations)
     description = f"{kept.num_iterations} iterations as recorded"
     return Workload(trace=kept, routes=None, training=None, description=description, notes=trace.notes)
 

@@ -6,7 +6,7 @@ Legend: I iterations, L MoE layers, E experts, G ranks, T tokens, K experts a to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,23 @@ class LoadTrace:
     @property
     def num_experts(self) -> int:
         return int(self.counts_ILE.shape[2])
+
+    def select(self, *, num_iterations: int | None = None, layers: tuple[int, ...] | None = None) -> LoadTrace:
+        """Loads and predictions of the first iterations, or of some layers only; tokens and ranks are left out."""
+        cut, keep = slice(0, num_iterations), list(range(self.num_layers) if layers is None else layers)
+        return replace(
+            self,
+            counts_ILE=self.counts_ILE[cut, keep],
+            predicted_ILE=None if self.predicted_ILE is None else self.predicted_ILE[cut, keep],
+            phases_I=self.phases_I[cut],
+            num_tokens_I=self.num_tokens_I[cut],
+            durations_s_I=None if self.durations_s_I is None else self.durations_s_I[cut],
+            rank_counts_ILGE=None,
+            ready_ILEG=None,
+            ids_TLK=None,
+            token_offsets=None,
+            sequences_T=None,
+        )
 
     def to_routes(self) -> Routes:
         """The tokens regrouped by request, in the order they ran.
