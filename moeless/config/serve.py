@@ -46,6 +46,7 @@ class ServeConfig(EngineConfig):
 
     max_queued: int | None = option(
         "Completions that may wait beyond those that run; more are answered 503 (default: 4 x the running ones).",
+        flag="--max-num-queued-reqs",
         default=None,
         minimum=0,
         group="Limits",

@@ -20,7 +20,7 @@ def run_serve(config: ServeConfig) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        MoelessError: a package is missing, the port is taken, the model can't be loaded, or the ranks were lost for good.
+        MoelessError: a package is missing, the port is taken, the model can't be loaded, or all ranks were lost.
     """
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]:
         raise MoelessError(f"moeless serve needs {', '.join(missing)}; run: pip install 'moeless[serve]'")

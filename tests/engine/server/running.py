@@ -81,25 +81,26 @@ class RunningServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"did not end within {limit_s} s:\n{self.log}") from None
-        finally:
-            if self.process.stdout is not None:
-                self.process.stdout.close()
         wait_for(lambda: not [pid for pid in ranks if _command(pid)], 20)
         return code
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Kill it, if it has not ended, and wait until its ranks are gone."""
+        if self.process.poll() is None:
+            self.stop(signal.SIGKILL)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 @contextmanager
 def running(model: Path, folder: Path, *args: str) -> Iterator[RunningServer]:
-    """A server that is ready, and is killed with its ranks if the test did not stop it."""
-    server = RunningServer(model, folder, *args)
-    try:
+    """A server that is ready."""
+    with RunningServer(model, folder, *args) as server:
         server.wait_ready()
         yield server
-    finally:
-        if server.process.poll() is None:
-            server.stop(signal.SIGKILL)
-        elif server.process.stdout is not None:
-            server.process.stdout.close()
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float) -> Any:
