@@ -17,8 +17,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-demo: install  ## profile the bundled model
-	$(BIN)/moeless profile checkpoints/demo-moe --max-tokens 8192 --decode-tokens 1024 --out demo-results/profile
+DEMO_DATA := --max-tokens 8192 --decode-tokens 1024 --capture demo-results/capture
+
+demo: install  ## profile the bundled model and tune its predictors
+	$(BIN)/moeless profile checkpoints/demo-moe $(DEMO_DATA) --out demo-results/profile
+	$(BIN)/moeless finetune checkpoints/demo-moe $(DEMO_DATA) --threshold 0.9 --out demo-results/predictors
 
 check: install  ## lint and types
 	$(BIN)/ruff check .

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import align_module_device
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from moeless.errors import CheckpointError
 from moeless.files import replacing, write_json
 from moeless.models.checkpoint import config_hash
-from moeless.models.gate import Gate
+from moeless.models.family import MoeLayer
 from moeless.models.probe import ProbedLayer
 from moeless.models.shards import read_header, read_json_file
 
@@ -117,18 +118,18 @@ def fingerprint(model: PreTrainedModel, points: list[ProbedLayer]) -> dict[str, 
     return {
         "family": model.config.model_type,
         "config_sha256": config_hash(model.config),
-        "gates_sha256": gates_hash(points),
+        "gates_sha256": gates_hash(point.layer for point in points),
     }
 
 
-def gates_hash(points: list[ProbedLayer]) -> str:
-    """sha256 of all routers' numbers and extra arguments, as bfloat16 so that the precision of loading is no matter."""
+def gates_hash(layers: Iterable[MoeLayer]) -> str:
+    """sha256 of all routers' numbers, as bfloat16 so that the precision of loading is no matter."""
     digest = hashlib.sha256()
-    for point in points:
-        gate = Gate(point)
-        arguments = [*gate.args, *gate.kwargs.values()]
-        for tensor in (*gate.router.state_dict().values(), *(a for a in arguments if isinstance(a, torch.Tensor))):
-            digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    for layer in layers:
+        with align_module_device(layer.router):
+            for tensor in layer.router.state_dict().values():
+                rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+                digest.update(rounded.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 

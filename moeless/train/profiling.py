@@ -16,7 +16,7 @@ from moeless.errors import UsageError
 from moeless.files import require_free_bytes, require_writable, write_json
 from moeless.models.checkpoint import LoadedModel, config_hash, load_model
 from moeless.models.predictor import Predictor, make_predictor, read_entries
-from moeless.models.predictor_file import read_predictors
+from moeless.models.predictor_file import gates_hash, read_predictors
 from moeless.models.probe import ProbedLayer, probe_layers
 from moeless.result import result_header
 from moeless.train.capture import WorkItem, capture_batches, plan_work
@@ -123,6 +123,7 @@ def open_store(
     """A store for this capture, after checking that a folder's disk can hold it."""
     fingerprint = {
         "model_config_sha256": config_hash(loaded.model.config),
+        "gates_sha256": gates_hash(loaded.layers),
         "documents_sha256": documents_hash(documents),
         "channels": list(channels),
         "dtype": str(loaded.model.dtype),
