@@ -88,8 +88,15 @@ class ExpertController:
         return list(self._placements)
 
     def load_initial(self) -> None:
-        """Ask for the experts of the initial placement, if all of them fit; otherwise they come when needed."""
-        if self._residency.keeps_last:
+        """Ask for the experts of the initial placement, if all of them fit; otherwise they come when needed.
+
+        Experts that a pool holds from an earlier group stay if they are among them.
+        """
+        fits = self._residency.keeps_last
+        for layer, expert in self._pool.loaded():
+            if not fits or self._rank not in self._placements[layer][expert]:
+                self._pool.drop(layer, expert)
+        if fits:
             for layer in range(len(self._placements)):
                 self._load_missing(layer, LayerPlan(self._placements[layer]), None)
 

@@ -152,13 +152,18 @@ def build_expert_layers(
     predictors: Sequence[Predictor | None] = (),
     recorder: Recorder | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    pool: ExpertPool | None = None,
 ) -> ExpertLayers:
     """Make the expert layers and put them into `model` (None: nothing to put them into); every rank, same arguments.
+
+    After a rank has died, the survivors do this again with their new group: the blocks take the place of the old ones,
+    and of the old pool the experts stay that the new group's initial placement has here.
 
     Args:
         layers: the MoE layers of the model (`LoadedModel.layers`).
         predictors: see `ExpertController`.
         clock: of stage times and costs; never of plans.
+        pool: the pool of the group before; it is closed where its slots do not suffice any more.
 
     Raises:
         UsageError, CapacityError: sizes that cannot work.
@@ -169,7 +174,10 @@ def build_expert_layers(
     if settings.budget_bytes is not None:
         slots = ExpertPool.slots_within(source, settings.budget_bytes, group.device)
     residency = Residency(num_layers, num_experts, group.size, min(slots, num_layers * num_experts + NUM_SPARE))
-    pool = ExpertPool(source, residency.slots_per_rank, group.device)
+    if pool is None or pool.num_slots < residency.slots_per_rank:
+        if pool is not None:
+            pool.close()
+        pool = ExpertPool(source, residency.slots_per_rank, group.device)
     balancer, cost = settings.make_balancer(group, pool, shape, num_layers)
     controller = ExpertController(
         balancer,

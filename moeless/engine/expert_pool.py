@@ -177,6 +177,10 @@ class ExpertPool:
         slot = self._warm.get((layer, expert))
         return None if slot is None else self._slots[slot]
 
+    def loaded(self) -> list[Key]:
+        """The experts that are loaded or asked for, in order."""
+        return sorted(self._wanted)
+
     def wait_idle(self, timeout_s: float = 600.0) -> None:
         """Return when the loader has nothing left to do. Raises `CheckpointError` if that takes `timeout_s`."""
         deadline = time.monotonic() + timeout_s

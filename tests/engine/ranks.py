@@ -25,7 +25,7 @@ class RankPool:
 
     def __init__(self, most: int = 4) -> None:
         self._most = most
-        self._store, self._port = host_store()
+        self._store, self.port = host_store()
         self._generation = 0
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -51,7 +51,7 @@ class RankPool:
         """
         while len(self._workers) < self._most:
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(theirs, self._port), daemon=True)
+            process = _CONTEXT.Process(target=_serve, args=(theirs, self.port), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -190,3 +190,24 @@ def test_the_oracle_is_perfectly_balanced_and_lossy(ranks: RankPool, reference: 
     )
     rows = [result["metrics"]["pool"]["rows_computed"] for result in results]
     assert rows[0] == rows[1]
+
+
+def test_survivors_of_a_killed_rank_form_a_group_and_go_on(ranks: RankPool, reference: Reference) -> None:
+    folder, _ = reference.model("mixtral")
+    prompts = make_prompts([2, 1, 2])
+    results = ranks.run(
+        work.generate_through_a_death,
+        3,
+        folder=folder,
+        prompts=prompts,
+        num_new=NUM_NEW,
+        port=ranks.port,
+        generation=1_000_000,
+        dying=(2,),
+    )
+    for rank in (0, 1):
+        assert results[rank]["tokens"] == reference.tokens("mixtral", prompts[rank])
+        assert "no answer from rank 2" in results[rank]["told"]
+        assert results[rank]["wrong_slots"] == []
+        before, after = results[rank]["loads"]
+        assert 0 < before < after < before + NUM_LAYERS * NUM_EXPERTS / 2  # what was there was not read again

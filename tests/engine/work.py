@@ -14,7 +14,7 @@ import torch
 
 from moeless.config.model import ModelConfig
 from moeless.engine.dispatch import combine, dispatch, plan_route
-from moeless.engine.ep import Control, RankGroup, all_to_all
+from moeless.engine.ep import Control, EpGroup, RankGroup, all_to_all, join_store
 from moeless.engine.expert_layers import ExpertLayers, ExpertSettings, build_expert_layers
 from moeless.errors import CheckpointError, RankError
 from moeless.models.expert_store import ExpertStore, expert_bytes
@@ -211,6 +211,46 @@ def generate(
         "trace": trace,
         "placements": placements,
         "wrong_slots": wrong,
+    }
+
+
+def generate_through_a_death(
+    group: RankGroup, folder: str, prompts: list[list[list[int]]], num_new: int, port: int, generation: int
+) -> dict[str, Any]:
+    """Three ranks, of which the last is killed in its third step; the others form a group of two and go on."""
+    loaded, store = load_skeleton(ModelConfig(model=folder))
+    settings = ExpertSettings(balancer="moeless", budget_bytes=18 * expert_bytes(store))
+    layers = build_expert_layers(loaded.model, loaded.layers, store, group, settings)
+    layers.load_initial()
+    ids = torch.tensor(prompts[group.rank])
+    num_prompt, step, loads_before = ids.shape[1], 0, 0
+    told = ""
+    while ids.shape[1] < num_prompt + num_new:
+        try:
+            layers.begin_step(group.control(Control(has_work=1, time_us=step * 1000)).time_us)
+            if step == 2 and group.rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with torch.inference_mode():
+                logits = loaded.model(ids, use_cache=False).logits[:, -1]
+        except RankError as error:
+            told = str(error)
+            group.close()
+            new_store = join_store("127.0.0.1", port, timeout_s=30)
+            group = EpGroup.connect(new_store, rank=group.rank, size=2, generation=generation, timeout_s=20)
+            loads_before = layers.pool.stats.loads
+            layers = build_expert_layers(loaded.model, loaded.layers, store, group, settings, pool=layers.pool)
+            layers.load_initial()
+            continue
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+        step += 1
+    wrong = _slots_equal_their_experts(layers, store)
+    layers.close()
+    group.close()
+    return {
+        "tokens": ids[:, num_prompt:].tolist(),
+        "told": told,
+        "wrong_slots": wrong,
+        "loads": (loads_before, layers.pool.stats.loads),
     }
 
 
