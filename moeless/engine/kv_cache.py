@@ -164,7 +164,7 @@ class KvCache:
             self.allocator.free(old)
 
     def read(self, layer: int, group: AttentionGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, S, C, D] and values [B, S, C, V] of a group: a view where its extents stand side by side."""
+        """Keys [B, C, S, D] and values [B, C, S, V] of a group: a view where its extents stand side by side."""
         keys, values = self._pools[layer]
         return _rows_of(keys, group), _rows_of(values, group)
 
@@ -186,8 +186,11 @@ class KvCache:
         if layer_idx not in self._latent_layers:
             return key, value
         read = [self.read(layer_idx, group) for group in self.batch.groups]
-        packed = [torch.cat([side.flatten(0, 1) for side in sides]) for sides in zip(*read, strict=True)]
-        return packed[0].transpose(0, 1)[None], packed[1].transpose(0, 1)[None]
+        keys, values = (
+            torch.cat([side.transpose(0, 1).flatten(1, 2) for side in sides], dim=1)
+            for sides in zip(*read, strict=True)
+        )
+        return keys[None], values[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
         """[Q] what to add to 0, 1, 2 ... to get the new tokens' positions.
@@ -199,6 +202,9 @@ class KvCache:
 
 
 def _rows_of(pool: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
+    num_seqs, num_keys, (_, heads, size) = group.num_seqs, group.max_keys, pool.shape
     if isinstance(group.key_rows, slice):
-        return pool[group.key_rows].unflatten(0, (group.num_seqs, group.stride))[:, : group.max_keys]
-    return pool.index_select(0, group.key_rows).unflatten(0, (group.num_seqs, group.max_keys))
+        row = heads * size  # one call instead of a slice, a reshape, a slice and a transpose: this runs in every layer
+        strides = (group.stride * row, size, row, 1)
+        return pool.as_strided((num_seqs, heads, num_keys, size), strides, group.key_rows.start * row)
+    return pool.index_select(0, group.key_rows).view(num_seqs, num_keys, heads, size).transpose(1, 2)

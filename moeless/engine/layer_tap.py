@@ -17,13 +17,14 @@ from moeless.models.family import MoeLayer
 
 
 class LayerTap:
-    """Sums counts on the device, so that a step waits for it once rather than in every layer."""
+    """Keeps a step's ids and counts them all at its end, so that a layer pays for no operation and no wait."""
 
     def __init__(self, layers: Sequence[MoeLayer], device: torch.device) -> None:
         """Hook into the layers for good."""
         num_experts = max(layer.num_experts for layer in layers)
-        self._counts_LE = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
-        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        self._shape = len(layers), num_experts
+        self._first_cell_L = torch.arange(len(layers), device=device) * num_experts
+        self._ids: list[torch.Tensor | None] = [None] * len(layers)
         self._ready_EG = np.ones((num_experts, 1), bool)
         self.traffic = Traffic(len(layers), num_experts, num_ranks=1)
         for layer in layers:
@@ -34,23 +35,25 @@ class LayerTap:
 
     def flush(self) -> None:
         """Hand the step's counts to `traffic`."""
-        counts_LE = self._counts_LE.cpu().numpy()
+        ids = [ids for ids in self._ids if ids is not None]
+        assert len(ids) == len(self._ids), "every MoE layer runs in every step"
+        lengths_L = torch.tensor([layer_ids.numel() for layer_ids in ids], device=self._first_cell_L.device)
+        cells = torch.cat([layer_ids.flatten() for layer_ids in ids])
+        cells = cells + self._first_cell_L.repeat_interleave(lengths_L, output_size=len(cells))
+        counts = torch.bincount(cells, minlength=self._shape[0] * self._shape[1])
+        counts_LE = counts.view(self._shape).cpu().numpy()
         for ordinal, counts_E in enumerate(counts_LE):
             self.traffic.note(ordinal, counts_E[None], counts_E[:, None], self._ready_EG, None)
-        self._counts_LE.zero_()
-
-    def _count(self, ordinal: int, ids_TK: torch.Tensor) -> None:
-        ids = ids_TK.reshape(-1)
-        self._counts_LE[ordinal].scatter_add_(0, ids.long(), self._one.expand(len(ids)))
+        self._ids = [None] * len(self._ids)
 
     def _on_experts(self, ordinal: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._count(ordinal, args[1] if len(args) > 1 else kwargs["top_k_index"])
+            self._ids[ordinal] = args[1] if len(args) > 1 else kwargs["top_k_index"]
 
         return hook
 
     def _on_router(self, layer: MoeLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._count(layer.ordinal, layer.ids_of(output, layer))
+            self._ids[layer.ordinal] = layer.ids_of(output, layer)
 
         return hook

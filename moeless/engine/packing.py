@@ -1,7 +1,7 @@
 """Laying out one step: which sequences attend together, and where each new token goes.
 
-Sequences with one new token are grouped by the size of their extent. Where extents stand side by side in the store the
-group reads them as one view; stragglers are gathered by row numbers. Longer chunks attend alone.
+Sequences with the same number of new tokens are grouped by the size of their extent. Where extents stand side by side
+in the store the group reads them as one view; decoding stragglers are gathered by row numbers, others attend alone.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ class Span:
 
 def pack(spans: Sequence[Span], device: torch.device) -> tuple[list[int], PackedBatch]:
     """The order in which to lay `spans` side by side (indices into it), and the batch they make."""
-    single = sorted((i for i, span in enumerate(spans) if span.num_new == 1), key=lambda i: spans[i].extent)
+    by_size = sorted(range(len(spans)), key=lambda i: (spans[i].num_new, spans[i].extent))
     groups_of: list[tuple[list[int], bool]] = []
-    for _, bucket in groupby(single, key=lambda i: spans[i].extent.size):
-        groups_of += _split_bucket(list(bucket), spans)
-    groups_of += [([i], True) for i, span in enumerate(spans) if span.num_new > 1]
+    for (num_new, _), bucket in groupby(by_size, key=lambda i: (spans[i].num_new, spans[i].extent.size)):
+        groups_of += _split_bucket(list(bucket), spans, gather=num_new == 1)
 
     groups, order, first_row = [], [], 0
     for members, side_by_side in groups_of:
@@ -60,8 +59,8 @@ def pack(spans: Sequence[Span], device: torch.device) -> tuple[list[int], Packed
     return order, batch
 
 
-def _split_bucket(members: list[int], spans: Sequence[Span]) -> list[tuple[list[int], bool]]:
-    """Runs of extents side by side, and what is left over as one group; members are in order of address."""
+def _split_bucket(members: list[int], spans: Sequence[Span], *, gather: bool) -> list[tuple[list[int], bool]]:
+    """Runs of extents side by side; to gather short ones makes them one group. Members are in order of address."""
     runs: list[list[int]] = []
     for i in members:
         extent = spans[i].extent
@@ -69,6 +68,8 @@ def _split_bucket(members: list[int], spans: Sequence[Span]) -> list[tuple[list[
             runs[-1].append(i)
         else:
             runs.append([i])
+    if not gather:
+        return [(run, True) for run in runs]
     long = [run for run in runs if len(run) >= MIN_RUN or len(runs) == 1]
     rest = [i for run in runs if run not in long for i in run]
     return [(run, True) for run in long] + ([(rest, len(rest) == 1)] if rest else [])

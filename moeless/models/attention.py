@@ -76,16 +76,44 @@ class KeyValueStore(Protocol):
         ...
 
     def read(self, layer: int, group: AttentionGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, S, C, D] and values [B, S, C, V] of a group; what lies behind a sequence's keys is finite."""
+        """Keys [B, C, S, D] and values [B, C, S, V] of a group; what lies behind a sequence's keys is finite."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """What an attention module knows of itself beyond what it passes on; `moeless_attention` on the module."""
+
+    store: KeyValueStore
+    layer: int
+    has_window: bool
+    """Some families hand every layer the sliding window and tell by layer type which ones have it."""
+    chunk: int | None
+    """Llama-4: a token sees its own chunk of this size only."""
+    sinks_A: torch.Tensor | None
+    is_latent: bool
+
+    @staticmethod
+    def of(module: Any, store: KeyValueStore) -> AttentionLayer:
+        """Read off a transformers attention module."""
+        layer_types: Sequence[str] | None = getattr(module.config, "layer_types", None)
+        kind = layer_types[module.layer_idx] if layer_types else None
+        return AttentionLayer(
+            store=store,
+            layer=module.layer_idx,
+            has_window=kind is None or "sliding" in kind,
+            chunk=getattr(module.config, "attention_chunk_size", None) if kind == "chunked_attention" else None,
+            sinks_A=getattr(module, "sinks", None),
+            is_latent=caches_latents(module),
+        )
 
 
 def install_attention(model: PreTrainedModel, store: KeyValueStore) -> None:
     """Make every attention layer of `model` work on the packed batches of `store`."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     for module in model.modules():
-        if isinstance(getattr(module, "layer_idx", None), int):
-            module.moeless_kv = store  # type: ignore[assignment]
+        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "config"):
+            module.moeless_attention = AttentionLayer.of(module, store)  # type: ignore[assignment]
     model.set_attn_implementation(ATTENTION_NAME)
 
 
@@ -109,7 +137,7 @@ def packed_attention(
     """The attention function that transformers calls.
 
     Args:
-        module: the family's attention module; its `moeless_kv` is the store.
+        module: the family's attention module, after `install_attention`.
         query: [1, A, Q, D].
         key, value: the new tokens' [1, C, Q, ·], which the store already has; under MLA the expanded keys and values
             [1, A, sum of B·S, ·] of all groups one after the other.
@@ -117,36 +145,28 @@ def packed_attention(
     Returns:
         [1, Q, A, V], and None for the attention weights.
     """
-    store: KeyValueStore = module.moeless_kv  # type: ignore[assignment]
-    batch = store.batch
-    window, chunk = _reach(module, sliding_window)
-    sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
+    layer: AttentionLayer = module.moeless_attention  # type: ignore[assignment]
+    batch = layer.store.batch
+    window = sliding_window if layer.has_window else None
+    sinks_A = layer.sinks_A if s_aux is None else s_aux
     query_QAD = query[0].transpose(0, 1)
     outputs, first_key = [], 0
     for number, group in enumerate(batch.groups):
-        if caches_latents(module):
+        if layer.is_latent:
             keys = slice(first_key, first_key := first_key + group.num_seqs * group.max_keys)
-            shape = (group.num_seqs, group.max_keys, *key.shape[1::2])
-            key_BSCD = key[0, :, keys].transpose(0, 1).reshape(shape)
-            value_BSCV = value[0, :, keys].transpose(0, 1).reshape(*shape[:3], value.shape[-1])
+            shape = (group.num_seqs, group.max_keys)
+            key_BCSD, value_BCSV = (side[0, :, keys].unflatten(1, shape).transpose(0, 1) for side in (key, value))
         else:
-            key_BSCD, value_BSCV = store.read(module.layer_idx, group)  # type: ignore[arg-type]
-        where = (number, window, chunk)
+            key_BCSD, value_BCSV = layer.store.read(layer.layer, group)
+        where = (number, window, layer.chunk)
         if where not in batch.masks:
-            batch.masks[where] = _additive_mask(group, window, chunk, query)
+            batch.masks[where] = _additive_mask(group, window, layer.chunk, query)
         attend = _attend_one if group.num_new == 1 else _attend_many
-        outputs.append(attend(query_QAD[group.rows], key_BSCD, value_BSCV, batch.masks[where], scaling, sinks, softcap))
+        outputs.append(
+            attend(query_QAD[group.rows], key_BCSD, value_BCSV, batch.masks[where], scaling, sinks_A, softcap)
+        )
     output_QAV = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output_QAV.unsqueeze(0), None
-
-
-def _reach(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
-    """(sliding window, chunk size) of a layer; some families hand every layer the window and tell by layer type."""
-    config: Any = module.config
-    layer_types: Sequence[str] | None = getattr(config, "layer_types", None)
-    kind = layer_types[int(module.layer_idx)] if layer_types else None  # type: ignore[arg-type]
-    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
-    return (None if kind is not None and "sliding" not in kind else sliding_window), chunk
 
 
 def _additive_mask(
@@ -169,17 +189,19 @@ def _additive_mask(
 
 def _attend_one(
     query_BAD: torch.Tensor,
-    key_BSCD: torch.Tensor,
-    value_BSCV: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     mask_B1NS: torch.Tensor | None,
     scaling: float | None,
     sinks_A: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[B, A, V] for one new token a sequence: heads that share a key-value head stand where query tokens stand."""
+    """[B, A, V] for one new token a sequence, from keys [B, C, S, D] and values [B, C, S, V].
+
+    Heads that share a key-value head stand where query tokens stand.
+    """
     num_seqs, num_heads, size = query_BAD.shape
-    query = query_BAD.reshape(num_seqs, key_BSCD.shape[2], -1, size)
-    key, value = key_BSCD.transpose(1, 2), value_BSCV.transpose(1, 2)
+    query = query_BAD.reshape(num_seqs, key.shape[1], -1, size)
     if sinks_A is None and softcap is None:
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_B1NS, scale=scaling)
     else:
@@ -190,17 +212,16 @@ def _attend_one(
 
 def _attend_many(
     query_QAD: torch.Tensor,
-    key_BSCD: torch.Tensor,
-    value_BSCV: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     mask_B1NS: torch.Tensor | None,
     scaling: float | None,
     sinks_A: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[B·N, A, V] for N new tokens a sequence."""
-    num_rows, num_heads, size = query_QAD.shape
-    query = query_QAD.view(key_BSCD.shape[0], -1, num_heads, size).transpose(1, 2)
-    key, value = key_BSCD.transpose(1, 2), value_BSCV.transpose(1, 2)
+    """[B·N, A, V] for N new tokens a sequence, from keys [B, C, S, D] and values [B, C, S, V]."""
+    num_rows, num_heads, _ = query_QAD.shape
+    query = query_QAD.unflatten(0, (len(key), -1)).transpose(1, 2)
     if sinks_A is None and softcap is None:
         output = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask_B1NS, scale=scaling, enable_gqa=num_heads != key.shape[1]

@@ -10,7 +10,7 @@ import torch
 
 from moeless.engine.kv_cache import KvCache
 from moeless.engine.packing import MIN_RUN, Span, pack
-from moeless.models.attention import packed_attention, reference_attention
+from moeless.models.attention import AttentionLayer, packed_attention, reference_attention
 
 NUM_HEADS, NUM_KV_HEADS, SIZE, VALUE_SIZE = 4, 2, 8, 6
 SCALE = 0.3
@@ -27,7 +27,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def fake_module(store: KvCache, *, window: int | None = None, chunk: int | None = None, **_: Any) -> Any:
     kind = "chunked_attention" if chunk else "sliding_attention" if window else "full_attention"
     config = SimpleNamespace(layer_types=[kind], attention_chunk_size=chunk)
-    return SimpleNamespace(moeless_kv=store, config=config, layer_idx=0)
+    module: Any = SimpleNamespace(config=config, layer_idx=0)
+    module.moeless_attention = AttentionLayer.of(module, store)
+    return module
 
 
 def run_step(
