@@ -171,7 +171,7 @@ def _export_plan(config: SimulateConfig, machine: Machine, run: Replay) -> None:
         [slot_map(hosts, machine.shape.num_ranks, machine.shape.slots_per_rank) for hosts in run.placements]
     )
     write = write_tensorrt if config.export_plan.suffix == ".yaml" else write_sglang
-    write(config.export_plan, slots)
+    write(config.export_plan, slots, config.export_first_layer)
 
 
 def _top_k(workload: Workload) -> int | None:

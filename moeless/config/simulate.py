@@ -134,6 +134,12 @@ class SimulateConfig(Config):
         default=None,
         group="Output",
     )
+    export_first_layer: int = option(
+        "Layers without experts before the first that has them, for the numbering of --export-plan.",
+        default=0,
+        minimum=0,
+        group="Output",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,6 +154,10 @@ class SimulateConfig(Config):
             raise UsageError(f"--export-plan must end in .yaml or .json, got {str(self.export_plan)!r}")
         if self.export_plan is not None and "moeless-roofline" not in self.balancer_names:
             raise UsageError("--export-plan needs moeless-roofline among --balancers")
+        if self.export_plan is not None and self.layers is not None:
+            raise UsageError("--export-plan needs a plan of all layers; leave out --layers")
+        if self.export_first_layer and self.export_plan is None:
+            raise UsageError("--export-first-layer has no effect without --export-plan")
         _ = self.predictor_name, self.noise, self.sweeps, self.balancer_names, self.layer_numbers, self.batch_list
 
     def _check_effects(self, given: list[str]) -> None:
@@ -164,6 +174,8 @@ class SimulateConfig(Config):
             raise UsageError("--scenario switch and --switch FIRST,SECOND need each other")
         if self.scenario == "switch" and (arriving or self.tokens_per_iteration is not None):
             raise UsageError("--scenario switch works with --streams or --prompts only")
+        if self.cv_threshold != defaults["cv_threshold"].default and "moeless" not in self.balancer_names:
+            raise UsageError("--cv-threshold has no effect without moeless among --balancers")
         if self.batch_sizes != defaults["batch_sizes"].default and "batch" not in self.sweeps:
             raise UsageError("--batch-sizes has no effect without --sweep batch")
 

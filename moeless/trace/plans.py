@@ -85,9 +85,16 @@ def read_tensorrt_plan(path: Path) -> tuple[NDArray[np.int64], int]:
         raise DataError(f"{path}: not a TensorRT-LLM load balancer plan ({error})") from error
 
 
-def write_sglang(path: Path, slots_LP: NDArray[Any]) -> None:
-    """The file of SGLang's `--init-expert-location`; it must hold nothing but the map."""
-    write_text(path, json.dumps({"physical_to_logical_map": slots_LP.tolist()}) + "\n")
+def write_sglang(path: Path, slots_LP: NDArray[Any], first_layer: int = 0) -> None:
+    """The file of SGLang's `--init-expert-location`; it must hold nothing but the map.
+
+    The map has a row for every layer of the model; those before `first_layer`, which have no experts, get experts in
+    order.
+    """
+    num_slots = slots_LP.shape[1]
+    unused = np.tile(np.arange(num_slots) % (int(slots_LP.max()) + 1), (first_layer, 1))
+    rows = np.concatenate([unused, slots_LP])
+    write_text(path, json.dumps({"physical_to_logical_map": rows.tolist()}) + "\n")
 
 
 def read_sglang_plan(path: Path) -> NDArray[np.int64]:

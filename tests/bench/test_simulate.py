@@ -120,6 +120,14 @@ def test_exported_plan(routes: Path, suffix: str) -> None:
     for row in slots.tolist():
         hosts = hosts_of(row, 32, 8)
         assert max(map(len, hosts)) > 1
+    run_simulate(config_of(routes, streams=2_048, export_plan=path, export_first_layer=2))
+    if suffix == ".yaml":
+        again, first = read_tensorrt_plan(path)
+        assert first == 2
+    else:
+        again = read_sglang_plan(path)[2:]
+        assert read_sglang_plan(path)[:2].tolist() == [[*range(32), *range(8)]] * 2
+    np.testing.assert_array_equal(again, slots)
 
 
 def test_sweeps_and_pictures(routes: Path) -> None:
@@ -252,6 +260,9 @@ def test_shapes_and_clusters(routes: Path) -> None:
         ({"balancers": "static,megatron"}, "--balancers takes a comma-separated list out of"),
         ({"batch_sizes": "8"}, "--batch-sizes has no effect without --sweep batch"),
         ({"export_plan": Path("plan.txt")}, "--export-plan must end in .yaml or .json"),
+        ({"export_plan": Path("p.json"), "layers": "0"}, "--export-plan needs a plan of all layers"),
+        ({"cv_threshold": 0.5, "balancers": "eplb"}, "--cv-threshold has no effect without moeless"),
+        ({"export_first_layer": 1}, "--export-first-layer has no effect without --export-plan"),
         ({"export_plan": Path("p.json"), "balancers": "eplb"}, "--export-plan needs moeless-roofline"),
         ({"sweep": "distance"}, "--sweep distance changes nothing with --predictor history"),
         ({"sweep": "cv-threshold", "balancers": "eplb"}, "--sweep cv-threshold needs moeless"),
