@@ -19,9 +19,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 DEMO_DATA := --max-tokens 8192 --decode-tokens 1024 --capture demo-results/capture
 
-demo: install  ## profile the bundled model and tune its predictors
+demo: install  ## profile the bundled model, tune its predictors, generate and measure layers on two ranks
 	$(BIN)/moeless profile checkpoints/demo-moe $(DEMO_DATA) --out demo-results/profile
 	$(BIN)/moeless finetune checkpoints/demo-moe $(DEMO_DATA) --threshold 0.9 --out demo-results/predictors
+	$(BIN)/python -c "from moeless import LLM; print(LLM('checkpoints/demo-moe', ep=2).chat([{'role': 'user', 'content': 'What is a list?'}])[0].outputs[0].text)"
+	$(BIN)/moeless bench layers --balancers static,moeless-roofline --iterations 6 --out demo-results/layers
 
 check: install  ## lint and types
 	$(BIN)/ruff check .
