@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from moeless.bench.layers_experts import write_random_experts
 from moeless.bench.layers_launch import run_ranks
-from moeless.bench.layers_rank import LayersJob, RankTimes, measure
+from moeless.bench.layers_rank import COUNTED, LayersJob, RankTimes, measure
 from moeless.bench.layers_routes import compose, load_routes
 from moeless.bench.simulate_verdict import verdict
 from moeless.config.layers import LayersConfig
@@ -85,10 +85,6 @@ def make_rows(config: LayersConfig, ranks: list[RankTimes]) -> list[dict[str, An
     for b, name in enumerate(names):
         layer_ms, static_ms = layer_ms_LIB[:, :, b], layer_ms_LIB[:, :, 0]
         compute_GLI = 1e3 * seconds_GLIBS[:, :, :, b, STAGES.index("compute")]
-        counted = dict(zip(("warm", "cold", "late", "copies", "plan_changes"), ranks[0].counted_BC[b], strict=True))
-        copies = int(counted.pop("copies"))
-        replicas_LI, expert_bytes = ranks[0].replicas_LIB[:, :, b], ranks[0].calibration.expert_bytes
-        resident_LI = np.stack([rank.resident_LIB[:, :, b] for rank in ranks]).sum(0)
         rows.append(
             {
                 "name": name,
@@ -103,27 +99,30 @@ def make_rows(config: LayersConfig, ranks: list[RankTimes]) -> list[dict[str, An
                 "overhead_share": _round(1 - compute_GLI.max(0).mean() / layer_ms.mean()),
                 "ranks": [_round(ms) for ms in compute_GLI.mean((1, 2))],
                 "rank_rows": [_round(rows) for rows in rows_GLIB[..., b].mean((1, 2))],
-                "replicas_mean": _round(replicas_LI.mean()),
-                "resident_gb": _round(resident_LI.mean() * expert_bytes / 1e9),
-                "billed_gb_s": _round(
-                    sum(
-                        billed_gbs(int(n), ms * 1e3, expert_bytes)
-                        for n, ms in zip(replicas_LI.flat, layer_ms.flat, strict=True)
-                    )
-                ),
-                "resident_gb_s": _round(
-                    sum(
-                        resident_gbs(int(n), ms * 1e3, expert_bytes)
-                        for n, ms in zip(resident_LI.flat, layer_ms.flat, strict=True)
-                    )
-                ),
-                "bytes_moved": copies * expert_bytes,
-                **{key: int(value) for key, value in counted.items()},
+                **_memory(ranks, b, layer_ms),
                 "layer_ms_cdf": [_round(q) for q in np.quantile(layer_ms, np.linspace(0, 1, 101))],
                 "layer_ms_by_layer": [_round(ms) for ms in layer_ms.mean(1)],
             }
         )
     return rows
+
+
+def _memory(ranks: list[RankTimes], b: int, layer_ms: NDArray[np.float64]) -> dict[str, Any]:
+    """Replicas, costs, moves and starts of balancer number `b`."""
+    expert_bytes, layer_us = ranks[0].calibration.expert_bytes, 1e3 * layer_ms.ravel()
+    live = ranks[0].replicas_LIB[:, :, b]
+    resident = np.stack([rank.resident_LIB[:, :, b] for rank in ranks]).sum(0)
+    counted = {key: int(value) for key, value in zip(COUNTED, ranks[0].counted_BC[b], strict=True)}
+    billed = [billed_gbs(int(n), us, expert_bytes) for n, us in zip(live.ravel(), layer_us, strict=True)]
+    kept = [resident_gbs(int(n), us, expert_bytes) for n, us in zip(resident.ravel(), layer_us, strict=True)]
+    return {
+        "replicas_mean": _round(live.mean()),
+        "resident_gb": _round(resident.mean() * expert_bytes / 1e9),
+        "billed_gb_s": _round(sum(billed)),
+        "resident_gb_s": _round(sum(kept)),
+        "bytes_moved": counted.pop("copies") * expert_bytes,
+        **counted,
+    }
 
 
 def _measure(

@@ -23,7 +23,7 @@ from moeless.engine.expert_pool import ExpertPool
 from moeless.engine.moe_block import STAGES
 from moeless.policy.config import BALANCERS
 
-_COUNTED = ("warm", "cold", "late", "copies", "plan_changes")
+COUNTED = ("warm", "cold", "late", "copies", "plan_changes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class RankTimes:
     resident_LIB: NDArray[np.int64]
     """Slots in use on this rank."""
     counted_BC: NDArray[np.int64]
-    """Sums over measured iterations of what `_COUNTED` names."""
+    """Sums over measured iterations of what `COUNTED` names."""
 
 
 def measure(group: RankGroup, job: LayersJob) -> RankTimes:
@@ -87,7 +87,7 @@ class _Run:
         self.seconds = np.zeros((*size_LIB, len(STAGES)))
         self.rows, self.modelled_us = np.zeros(size_LIB, np.int64), np.zeros(size_LIB)
         self.replicas, self.resident = np.zeros(size_LIB, np.int64), np.zeros(size_LIB, np.int64)
-        self.counted = np.zeros((len(job.balancers), len(_COUNTED)), np.int64)
+        self.counted = np.zeros((len(job.balancers), len(COUNTED)), np.int64)
 
     def layer(self, layer: int) -> None:
         """Measure one layer under all balancers, whose order turns with the iteration so that none is favoured."""
@@ -182,4 +182,4 @@ def _decide_only(stack: ExpertLayers, x_TH: torch.Tensor, ids_TK: torch.Tensor) 
 
 
 def _counts(stack: ExpertLayers) -> list[int]:
-    return [getattr(stack.controller.meters, name) for name in _COUNTED]
+    return [getattr(stack.controller.meters, name) for name in COUNTED]

@@ -23,6 +23,7 @@ from moeless.engine.expert_pool import ExpertPool
 from moeless.engine.meters import Meters
 from moeless.engine.residency import Eviction, Residency
 from moeless.engine.traffic import Traffic
+from moeless.errors import CapacityError
 from moeless.policy.balancers import Balancer
 from moeless.policy.cost import billed_gbs
 from moeless.policy.deal import deal_row
@@ -104,7 +105,7 @@ class ExpertController:
         """Start an iteration at `time_us` of the shared clock, and plan the layers that no layer can predict."""
         self.iteration += 1
         self.meters.iterations += 1
-        self._now_us = time_us
+        self._now_us = time_us  # layers of one step are told apart by a microsecond each
         if time_us - self._expired_us >= self._keep_alive_us // 8:
             self._expired_us = time_us
             expired = self._residency.expire(time_us, self._keep_alive_us)
@@ -148,7 +149,7 @@ class ExpertController:
         counts_E = counts_GE.sum(0)
         ready = self._ready_replicas(layer, counts_E)
         shares_EG = self._split(layer, counts_E, ready)
-        self._residency.touch(layer, shares_EG, self._now_us)
+        self._residency.touch(layer, shares_EG, self._now_us + layer)
         self.meters.warm += int(np.count_nonzero(shares_EG))
         self.traffic.note(layer, counts_GE, shares_EG, self._ready_EG, self._planned_from[layer])
         if self._recorder is not None:
@@ -177,33 +178,47 @@ class ExpertController:
         self.meters.late += int(np.count_nonzero(wanted_EG & residency.held_LEG[layer] & ~ready_EG))
         for expert in np.flatnonzero((counts_E > 0) & ~ready_EG.any(1)).tolist():
             lingering = np.flatnonzero(residency.ready_LEG[layer, expert])
-            rank = int(lingering[0]) if len(lingering) else placement[expert][0]
+            if len(lingering):
+                rank = int(lingering[0])
+            else:
+                rank = self._start_cold(layer, expert, placement[expert][0], ready_EG & (counts_E > 0)[:, None])
             ready_EG[expert, rank] = True
-            if not len(lingering):
-                self._start_cold(layer, expert, rank, ready_EG & (counts_E > 0)[:, None])
         self._ready_EG = ready_EG
         key = ready_EG.tobytes()
         if self._ready[layer][0] != key:
             self._ready[layer] = (key, from_mask(ready_EG))
         return self._ready[layer][1]
 
-    def _start_cold(self, layer: int, expert: int, rank: int, busy_EG: NDArray[np.bool_]) -> None:
-        """Load an expert on `rank` while its layer waits."""
+    def _start_cold(self, layer: int, expert: int, home: int, busy_EG: NDArray[np.bool_]) -> int:
+        """Load an expert while its layer waits: at home, or on the first rank with a slot to spare, which is given."""
         self.meters.cold += 1
         self.meters.warm -= 1  # it gets tokens, but was not there
-        _, eviction = self._residency.admit(layer, expert, rank, self._now_us, (layer, busy_EG), must=True)
-        self._carry_out([eviction] if eviction else [])
-        if rank == self._rank:
-            self._pool.load_now(layer, expert)
+        for rank in (home, *(rank for rank in range(self.num_ranks) if rank != home)):
+            stamp_us = self._now_us + layer
+            admitted, eviction = self._residency.admit(layer, expert, rank, stamp_us, (layer, busy_EG), must=True)
+            self._carry_out([eviction] if eviction else [])
+            if admitted:
+                if rank == self._rank:
+                    self._pool.load_now(layer, expert)
+                return rank
+        raise CapacityError(f"no rank has a slot for expert {expert} of MoE layer {layer}; give more expert memory")
 
     def _split(self, layer: int, counts_E: Ints, ready: Placement) -> Ints:
-        """Tokens of each expert for each rank [E, G]."""
-        if self.lossy or self.num_ranks == 1:  # nothing to choose
+        """Tokens of each expert for each rank [E, G]; whole to first replicas if the balancer's division is wrong."""
+        shares_EG = None
+        if not self.lossy and self.num_ranks > 1:
+            try:
+                shares_EG = self._balancer.split(layer, counts_E, ready)
+                if (shares_EG.sum(1) != counts_E).any():
+                    raise ValueError("the shares are not the counts")
+            except Exception as error:  # as for a plan: all ranks see the same failure
+                self.meters.failed_splits += 1
+                self.meters.last_error = f"splitting layer {layer} failed: {error!r}"
+                shares_EG = None
+        if shares_EG is None:
             shares_EG = np.zeros((self.num_experts, self.num_ranks), np.int64)
             with_tokens = np.flatnonzero(counts_E)
             shares_EG[with_tokens, [ready[e][0] for e in with_tokens]] = counts_E[with_tokens]
-        else:
-            shares_EG = self._balancer.split(layer, counts_E, ready)
         self._balancer.observe(self.iteration, layer, counts_E, shares_EG)
         self._has_history[layer] |= bool(counts_E.any())
         self.shares_EG = shares_EG
@@ -241,7 +256,7 @@ class ExpertController:
             missing = sorted((m for m in missing if predicted_E[m[0]] > 0), key=lambda m: (-predicted_E[m[0]], m))
         in_use = (layer, self._nothing_EG) if busy is None else (busy, self._ready_EG)
         for expert, rank in missing:
-            admitted, eviction = self._residency.admit(layer, expert, rank, self._now_us, in_use)
+            admitted, eviction = self._residency.admit(layer, expert, rank, self._now_us + layer, in_use)
             self._carry_out([eviction] if eviction else [])
             self.meters.copies += admitted
             if admitted and rank == self._rank:

@@ -22,6 +22,7 @@ from moeless.engine.ep import RankGroup
 from moeless.engine.expert_pool import ExpertPool
 from moeless.engine.moe_block import MoeBlock, StageTimer
 from moeless.engine.residency import Residency
+from moeless.errors import CapacityError
 from moeless.models.expert_store import ExpertSource
 from moeless.models.family import MoeLayer
 from moeless.policy.balancers import Balancer, make_balancer
@@ -63,6 +64,19 @@ class ExpertSettings:
         most = num_experts * num_ranks
         slots = min(most, num_experts + num_ranks) if self.num_slots is None else self.num_slots
         return EpShape(num_experts=num_experts, num_ranks=num_ranks, num_slots=slots)
+
+    def slots_per_rank(self, source: ExpertSource, shape: EpShape, group: RankGroup) -> int:
+        """Slots of each rank for all layers. Raises `CapacityError` for a budget that no plan could work with."""
+        num_layers = len(source.ffns)
+        slots = num_layers * shape.slots_per_rank + NUM_SPARE
+        if self.budget_bytes is not None:
+            slots = ExpertPool.slots_within(source, self.budget_bytes, group.device)
+            if slots <= shape.slots_per_rank:
+                raise CapacityError(
+                    f"{self.budget_bytes:,} bytes hold {slots} experts, but a plan may put {shape.slots_per_rank} of "
+                    "one layer on a rank, and one more is needed to move; give more memory or fewer slots a layer"
+                )
+        return min(slots, num_layers * shape.num_experts + NUM_SPARE)
 
     def make_balancer(
         self, group: RankGroup, pool: ExpertPool, shape: EpShape, num_layers: int
@@ -168,16 +182,13 @@ def build_expert_layers(
     Raises:
         UsageError, CapacityError: sizes that cannot work.
     """
-    num_layers, num_experts = len(source.ffns), source.num_experts
-    shape = settings.shape(num_experts, group.size)
-    slots = num_layers * shape.slots_per_rank + NUM_SPARE
-    if settings.budget_bytes is not None:
-        slots = ExpertPool.slots_within(source, settings.budget_bytes, group.device)
-    residency = Residency(num_layers, num_experts, group.size, min(slots, num_layers * num_experts + NUM_SPARE))
-    if pool is None or pool.num_slots < residency.slots_per_rank:
+    num_layers, shape = len(source.ffns), settings.shape(source.num_experts, group.size)
+    slots = settings.slots_per_rank(source, shape, group)
+    residency = Residency(num_layers, source.num_experts, group.size, slots)
+    if pool is None or pool.num_slots < slots:
         if pool is not None:
             pool.close()
-        pool = ExpertPool(source, residency.slots_per_rank, group.device)
+        pool = ExpertPool(source, slots, group.device)
     balancer, cost = settings.make_balancer(group, pool, shape, num_layers)
     controller = ExpertController(
         balancer,

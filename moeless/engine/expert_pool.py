@@ -27,6 +27,8 @@ from moeless.engine.slot_copier import SlotCopier
 from moeless.errors import CapacityError, CheckpointError
 from moeless.models.expert_store import ExpertSource, expert_bytes
 
+_LONGEST_LOAD_S = 600.0
+
 
 @dataclass
 class PoolStats:
@@ -122,9 +124,11 @@ class ExpertPool:
         key = (layer, expert)
         self._wanted.add(key)
         self._loader.cancel(key)
-        changed = self._loader.changed
+        changed, deadline = self._loader.changed, time.monotonic() + _LONGEST_LOAD_S
         with changed:
             while key in self._filling or (key not in self._warm and not self._free):
+                if time.monotonic() > deadline:
+                    raise CheckpointError(f"expert {expert} of MoE layer {layer} took over {_LONGEST_LOAD_S:g} s")
                 changed.wait(timeout=0.1)
                 self._revive()
             if key in self._warm:
@@ -181,7 +185,7 @@ class ExpertPool:
         """The experts that are loaded or asked for, in order."""
         return sorted(self._wanted)
 
-    def wait_idle(self, timeout_s: float = 600.0) -> None:
+    def wait_idle(self, timeout_s: float = _LONGEST_LOAD_S) -> None:
         """Return when the loader has nothing left to do. Raises `CheckpointError` if that takes `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._loader.changed:

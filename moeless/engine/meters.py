@@ -30,6 +30,7 @@ class Meters:
     expired: int = 0
     refused: int = 0
     plans: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RUNGS, 0))
+    failed_splits: int = 0
     plan_changes: int = 0
     plan_age_sum: int = 0
     """Iterations since the layer's placement last changed, summed over layers and iterations."""

@@ -114,7 +114,7 @@ class Residency:
         moves = must or not placed.any()
         eviction = None
         if self.slots_per_rank - self.num_held_G[rank] <= (0 if moves or not self.keeps_last else 1):
-            eviction = self._victim(rank, busy, must, moves)
+            eviction = self._victim(rank, busy, must, moves, layer)
             if eviction is None:
                 self.num_refused += 1
                 return False, None
@@ -134,8 +134,8 @@ class Residency:
                 dropped.append(Eviction(layer, expert, rank))
         return dropped
 
-    def _victim(self, rank: int, busy: tuple[int, Mask], must: bool, moves: bool) -> Eviction | None:
-        """The least recently used replica that may go: lingering ones first, then others if it has to be."""
+    def _victim(self, rank: int, busy: tuple[int, Mask], must: bool, moves: bool, layer: int) -> Eviction | None:
+        """The least recently used replica that may go for one of `layer`: lingering ones first, then others."""
         free_LE = self.held_LEG[:, :, rank].copy()
         free_LE[busy[0]] &= ~busy[1][:, rank]
         lingering_LE = free_LE & ~self.wanted_LEG[:, :, rank]
@@ -144,12 +144,14 @@ class Residency:
             choices += [free_LE & self._elsewhere(self.ready_LEG & self.wanted_LEG, rank)] if moves else []
             choices += [free_LE] if must else []
         else:
+            if not must:  # what is fetched ahead for a layer does not drive out what was fetched for it before
+                free_LE[layer] = False
             choices = [lingering_LE, free_LE]
         for choice_LE in choices:
             if choice_LE.any():
                 age_LE = np.where(choice_LE, self.last_used_us_LEG[:, :, rank], np.iinfo(np.int64).max)
-                layer, expert = divmod(int(age_LE.argmin()), age_LE.shape[1])
-                return Eviction(layer, expert, rank)
+                at, expert = divmod(int(age_LE.argmin()), age_LE.shape[1])
+                return Eviction(at, expert, rank)
         return None
 
     def _elsewhere(self, replicas_LEG: Mask, rank: int) -> Mask:

@@ -163,6 +163,12 @@ def test_a_failing_planner_leaves_the_last_placement_serving(ranks: RankPool, re
     assert all(placements == before for placements in after)
 
 
+def test_a_division_that_loses_tokens_is_not_used(ranks: RankPool, reference: Reference) -> None:
+    metrics = check(ranks, reference, "mixtral", make_prompts([2, 1]), fault="divider")[0]["metrics"]
+    assert metrics["failed_splits"] == (NUM_NEW - 2) * NUM_LAYERS
+    assert "the shares are not the counts" in metrics["last_error"]
+
+
 @pytest.mark.parametrize("balancer", ["eplb", "moeless", "moeless-roofline"])
 def test_the_simulator_replays_the_engines_plans(ranks: RankPool, reference: Reference, balancer: str) -> None:
     result = check(ranks, reference, "mixtral", make_prompts([3, 2]), balancer=balancer, predict=True, replayable=True)[

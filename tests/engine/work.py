@@ -93,13 +93,13 @@ class RandomBalancer:
 
     def __init__(self, shape: EpShape, seed: int) -> None:
         self._shape, self._seed = shape, seed
-        self.broken = False
+        self.broken = ""
 
     def initial(self, layer: int) -> Placement:
         return static_placement(self._shape.num_experts, self._shape.num_ranks)
 
     def plan(self, iteration: int, layer: int, predicted_E: Any, resident: Placement) -> LayerPlan:
-        if self.broken:
+        if self.broken == "planner":
             raise ArithmeticError("the planner is broken")
         rng = np.random.default_rng((self._seed, iteration, layer))
         room = [self._shape.slots_per_rank] * self._shape.num_ranks
@@ -118,6 +118,8 @@ class RandomBalancer:
         return LayerPlan(placement, tuple(copies), tuple(drops))
 
     def split(self, layer: int, counts_E: Ints, ready: Placement) -> Ints:
+        if self.broken == "divider":
+            return np.zeros((len(ready), self._shape.num_ranks), np.int64)
         rng = np.random.default_rng((self._seed, layer, int(counts_E.sum())))
         shares_EG = np.zeros((len(ready), self._shape.num_ranks), np.int64)
         for expert, ranks in enumerate(ready):
@@ -153,7 +155,8 @@ def generate(
         predict: predict layer l+1 with its own router from layer l's input.
         settle_loads: wait for the loader after every step, so that replicas move in time.
         replayable: price plans in tokens, not in what this machine is measured to take.
-        fault: what goes wrong: `slow`, `unreadable` or `killed` loads, or a `planner` that fails from the third step.
+        fault: what goes wrong: `slow`, `unreadable` or `killed` loads, or a `planner` or `divider` that
+            fails from the third step.
     """
     loaded, store = load_skeleton(ModelConfig(model=folder))
     if fault in ("slow", "unreadable", "killed"):
@@ -186,8 +189,8 @@ def generate(
         word = group.control(Control(has_work=working or later, time_us=step * 1000 if group.rank == 0 else 0))
         if not word.has_work:
             break
-        if fault == "planner" and step == 2:
-            layers.controller._balancer.broken = True
+        if fault in ("planner", "divider") and step == 2:
+            layers.controller._balancer.broken = fault
         layers.begin_step(word.time_us)
         if working:
             with torch.inference_mode():
