@@ -14,12 +14,15 @@ from moeless.bench.simulate_replay import replay_plans
 from moeless.config.model import ModelConfig
 from moeless.engine.ep import LocalGroup
 from moeless.engine.expert_layers import ExpertSettings, build_expert_layers
+from moeless.errors import CapacityError
+from moeless.models.expert_store import expert_bytes
 from moeless.models.family import supports_packing
 from moeless.models.weights import load_skeleton
 from moeless.policy.balancers import make_balancer
 from moeless.policy.cost import TOKENS
 from moeless.policy.types import EpShape
 from tests.engine import work
+from tests.engine.made_up import MadeUpExperts
 from tests.engine.ranks import RankPool
 from tests.tiny import FAMILIES, NUM_EXPERTS, NUM_LAYERS, TOP_K, VOCAB, save_tiny_checkpoint
 
@@ -217,3 +220,14 @@ def test_survivors_of_a_killed_rank_form_a_group_and_go_on(ranks: RankPool, refe
         assert results[rank]["wrong_slots"] == []
         before, after = results[rank]["loads"]
         assert 0 < before < after < before + NUM_LAYERS * NUM_EXPERTS / 2  # what was there was not read again
+
+
+def test_a_budget_that_no_plan_could_work_with_is_refused() -> None:
+    source, group = MadeUpExperts(num_layers=3, num_experts=8), LocalGroup()
+    group.size = 2
+    size = expert_bytes(source)
+    for slots, settings in ((6, ExpertSettings(budget_bytes=6 * size)), (17, ExpertSettings())):
+        assert settings.slots_per_rank(source, settings.shape(8, 2), group) == slots  # 5 a layer, and 2 spare
+    settings = ExpertSettings(budget_bytes=6 * size - 1)
+    with pytest.raises(CapacityError, match="hold 5 experts, but a plan may put 5 of one layer on a rank"):
+        settings.slots_per_rank(source, settings.shape(8, 2), group)
