@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from moeless.config.engine import EngineConfig
+from moeless.config.join import check_address
 from moeless.config.options import option
 from moeless.errors import UsageError
 
@@ -61,6 +63,18 @@ class ServeConfig(EngineConfig):
         default="restart",
         group="Ranks",
     )
+    rank_address: str | None = option(
+        "HOST:PORT at which other hosts lend ranks (`moeless join HOST:PORT` there); HOST is this host's address for "
+        "them. Both sides need the same MOELESS_RANK_KEY.",
+        default=None,
+        group="Ranks",
+    )
+    local_ranks: int | None = option(
+        "Ranks of --ep that this host starts itself; the others come from hosts that join.",
+        default=None,
+        minimum=0,
+        group="Ranks",
+    )
     heartbeat_timeout: float = option(
         "Seconds without a word from a rank after which it counts as hung.", default=30.0, minimum=0.5, group="Ranks"
     )
@@ -85,6 +99,20 @@ class ServeConfig(EngineConfig):
             raise UsageError("--served-model-name must not be empty")
         if any(not key for key in self.api_key or ()):
             raise UsageError("--api-key must not be empty")
+
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if (self.rank_address is None) != (self.local_ranks is None):
+            raise UsageError("--rank-address and --local-ranks go together")
+        if self.rank_address is None or self.local_ranks is None:
+            return
+        check_address("--rank-address", self.rank_address)
+        if self.local_ranks >= self.ep:
+            raise UsageError(f"--local-ranks {self.local_ranks} leaves none of --ep {self.ep} to other hosts")
+        host = self.rank_address.rpartition(":")[0]
+        if host not in LOCAL_HOSTS and not os.environ.get("MOELESS_RANK_KEY"):
+            raise UsageError("set MOELESS_RANK_KEY, which hosts must bring to join over the network")
 
     @property
     def model_names(self) -> tuple[str, ...]:

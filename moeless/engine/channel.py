@@ -23,6 +23,8 @@ class FrontChannel:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a rank that is not there is an error
         self._socket.set_hwm(0)
         self._socket.bind(address)
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where ranks connect; a port given as * has become a number."""
 
     def send(self, rank: int, message: ToRank) -> None:
         """Send to one rank. Raises `RankError` when it is not connected."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from typing import Literal
 from moeless.config.engine import EngineConfig
 from moeless.config.serve import ServeConfig
 from moeless.engine.engine import ModelFacts
+from moeless.engine.hosts import HostList
 from moeless.engine.ledger import Entry, Ledger
 from moeless.engine.messages import Advanced, Progress, Record, Recorded, Statistics, ToFront
 from moeless.engine.prometheus import ServiceMetrics
@@ -49,6 +51,9 @@ class Front:
         self._unanswered: set[int] = set()
         self._recorded: asyncio.Future[Recorded] | None = None
         self._is_stopping = False
+        self._hosts = None
+        if config.rank_address is not None:
+            self._hosts = HostList(config.rank_address, os.environ.get("MOELESS_RANK_KEY", ""))
 
     async def run(self) -> None:
         """Keep ranks working until cancelled; then none is left.
@@ -58,7 +63,7 @@ class Front:
         """
         num_losses = 0
         while True:
-            team = RankTeam(EngineConfig(**self.config.engine_values()), self.config.heartbeat_timeout)
+            team = await self._start_team()
             try:
                 self.facts = await team.start()
                 self._welcome(team)
@@ -144,6 +149,23 @@ class Front:
             )
         silence_s = self._team.silence_s()
         return None if silence_s < self.config.heartbeat_timeout else f"a rank is silent for {silence_s:.0f} s"
+
+    async def _start_team(self) -> RankTeam:
+        """Start all ranks, once hosts have joined with those that are not to be here."""
+        config, hosts = self.config, self._hosts
+        engine_config = EngineConfig(**config.engine_values())
+        if hosts is None:
+            return RankTeam(engine_config, config.heartbeat_timeout)
+        needed = config.ep - (config.local_ranks or 0)
+        if hosts.num_free() < needed:
+            log.info("waiting for other hosts to join at %s with %d rank(s)", config.rank_address, needed)
+        while True:
+            while hosts.num_free() < needed:
+                await asyncio.sleep(0.1)
+            try:
+                return RankTeam(engine_config, config.heartbeat_timeout, hosts, config.local_ranks)
+            except RankError as error:  # a host has gone since
+                log.warning("%s", error)
 
     def _welcome(self, team: RankTeam) -> None:
         """Give a new team what is unfinished."""

@@ -23,8 +23,10 @@ from moeless.config.engine import EngineConfig
 from moeless.engine.channel import FrontChannel
 from moeless.engine.engine import ModelFacts
 from moeless.engine.ep import EpGroup, RankGroup, host_store, join_store
+from moeless.engine.hosts import HostList, RemoteRank
 from moeless.engine.messages import Failed, Numbered, Ready, Stop, ToFront, ToRank, Wake
-from moeless.engine.rank import RankOrder, rank_device
+from moeless.engine.rank import rank_device
+from moeless.engine.rank_order import RankOrder
 from moeless.errors import MoelessError, RankError, UsageError
 
 _POLL_S = 0.2
@@ -84,32 +86,41 @@ def join_torchrun(config: EngineConfig, place: TorchrunPlace) -> tuple[EngineCon
 
 
 class RankProcesses:
-    """A group of rank processes on this host, and the line to each."""
+    """A group of rank processes on this host, and maybe on others, and the line to each."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start `config.ep` ranks; each says `Ready` when it has loaded the model (see `wait_ready`)."""
+    def __init__(self, config: EngineConfig, hosts: HostList | None = None, num_local: int | None = None) -> None:
+        """Start `config.ep` ranks; each says `Ready` when it has loaded the model (see `wait_ready`).
+
+        Args:
+            hosts: where ranks from number `num_local` on are started; None: all are started here.
+
+        Raises:
+            RankError: the hosts have no room for a rank.
+        """
         self.size = config.ep
         self._config = config
         self._number = 0
         self.is_ready = False
         """To be set when all ranks are, if not by `wait_ready`; then they are asked to end before they are killed."""
         self._folder = tempfile.TemporaryDirectory(prefix="moeless-")  # only this user may enter it
-        address = f"ipc://{Path(self._folder.name) / 'ranks'}"
-        self.channel = FrontChannel(address)
+        host = "127.0.0.1" if hosts is None else hosts.host
+        here = f"ipc://{Path(self._folder.name) / 'ranks'}"
+        self.channel = FrontChannel(here if hosts is None else f"tcp://{host}:*")
         self._store, port = host_store()
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[subprocess.Popen[str] | RemoteRank] = []
         try:
             for rank in range(self.size):
                 order = RankOrder(
                     config=asdict(config),
                     rank=rank,
                     size=self.size,
-                    store_host="127.0.0.1",
+                    store_host=host,
                     store_port=port,
-                    channel=address,
-                    num_threads=_num_threads(self.size),
+                    channel=self.channel.address,
+                    num_threads=num_threads(self.size if num_local is None else num_local),
                 )
-                self._processes.append(start_rank(order))
+                is_local = hosts is None or rank < (num_local or 0)
+                self._processes.append(start_rank(order) if is_local or hosts is None else hosts.start(order))
         except BaseException:
             self.close()
             raise
@@ -199,15 +210,17 @@ class RankProcesses:
                 raise RankError(f"rank {rank} died ({how}); see its output above")
 
 
-def _num_threads(num_ranks: int) -> int:
-    """Threads of each rank: what OMP_NUM_THREADS says, as for any torch program, else an equal share of the cores."""
+def num_threads(num_ranks: int) -> int:
+    """Threads of each rank of a host: what OMP_NUM_THREADS says, else an equal share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() and int(given) > 0 else max(1, (os.cpu_count() or 1) // num_ranks)
 
 
 def start_rank(order: RankOrder) -> subprocess.Popen[str]:
     """A rank process of this host; its stdin is to be kept open."""
-    environment = {"OMP_NUM_THREADS": str(order.num_threads), "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    environment = {"OMP_NUM_THREADS": str(order.num_threads), **os.environ}
+    if order.store_host == "127.0.0.1":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     process = subprocess.Popen(
         [sys.executable, "-m", "moeless.engine.rank"],
         stdin=subprocess.PIPE,

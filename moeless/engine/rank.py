@@ -11,9 +11,8 @@ import os
 import sys
 import threading
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,23 +35,11 @@ from moeless.engine.messages import (
     Submit,
     ToRank,
 )
+from moeless.engine.rank_order import RankOrder
 from moeless.engine.sequence import Sequence
 from moeless.engine.traffic import Traffic
 from moeless.errors import MoelessError
 from moeless.models.checkpoint import pick_device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankOrder:
-    """What a rank process is to be."""
-
-    config: dict[str, Any]
-    rank: int
-    size: int
-    store_host: str
-    store_port: int
-    channel: str
-    num_threads: int
 
 
 def serve_rank(engine: Engine, channel: RankChannel) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 
 from moeless.config.engine import EngineConfig
 from moeless.engine.engine import ModelFacts
+from moeless.engine.hosts import HostList
 from moeless.engine.launch import RankProcesses, error_of
 from moeless.engine.messages import Abort, AskStatistics, Failed, Numbered, Ready, Submit, ToFront, ToRank
 from moeless.engine.submission import Submission
@@ -26,10 +27,16 @@ _ASK_S = 1.0
 class RankTeam:
     """See the module's head. To be made and used in one event loop."""
 
-    def __init__(self, config: EngineConfig, heartbeat_timeout_s: float) -> None:
-        """Start the processes."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        heartbeat_timeout_s: float,
+        hosts: HostList | None = None,
+        num_local: int | None = None,
+    ) -> None:
+        """Start the processes. Raises `RankError` when `hosts` have no room for those from number `num_local` on."""
         self._config, self._heartbeat_timeout_s = config, heartbeat_timeout_s
-        self._ranks = RankProcesses(config)
+        self._ranks = RankProcesses(config, hosts, num_local)
         self._inbox: asyncio.Queue[tuple[int, ToFront]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._ranks.channel.fileno(), self._drain)
@@ -99,6 +106,7 @@ class RankTeam:
     def ask(self) -> None:
         """Have all ranks send their statistics. Raises `RankError` when one is gone."""
         self._asked_s = time.monotonic()
+        self._ranks.check_alive()
         self._ranks.tell_all(AskStatistics())
         self._drain()
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.engine.server.running import MODEL, RunningServer, events, running, wait_for
 
+pytestmark = pytest.mark.timeout(600)
 KEY = "secret"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "ignore_eos": True}
 
