@@ -17,6 +17,7 @@ import typer
 
 from moeless import __version__
 from moeless.config.finetune import FinetuneConfig
+from moeless.config.join import JoinConfig
 from moeless.config.layers import LayersConfig
 from moeless.config.options import Config, flag_name
 from moeless.config.predictors import PredictorsConfig
@@ -62,6 +63,13 @@ def serve(config: ServeConfig) -> None:
     from moeless.engine.server.serve import run_serve
 
     run_serve(config)
+
+
+def join(config: JoinConfig) -> None:
+    """Lend ranks of this host to a `moeless serve` on another one."""
+    from moeless.engine.join import run_join
+
+    run_join(config)
 
 
 def simulate(config: SimulateConfig) -> None:
@@ -144,6 +152,7 @@ def _parameter(config_field: dataclasses.Field[Any], hint: Any) -> inspect.Param
 _add_command(app, ProfileConfig, profile)
 _add_command(app, FinetuneConfig, finetune)
 _add_command(app, ServeConfig, serve)
+_add_command(app, JoinConfig, join)
 _add_command(bench, PredictorsConfig, predictors)
 _add_command(bench, SimulateConfig, simulate)
 _add_command(bench, LayersConfig, layers)
