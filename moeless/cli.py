@@ -101,7 +101,8 @@ def finetune(config: FinetuneConfig) -> None:
     from moeless.train.finetune import run_finetune
     from moeless.train.finetune_report import print_finetune
 
-    _emit(config, run_finetune(config), print_finetune)
+    if (result := run_finetune(config)) is not None:
+        _emit(config, result, print_finetune)
 
 
 def predictors(config: PredictorsConfig) -> None:

@@ -43,8 +43,10 @@ from moeless.train.tuner import Recipe
 _PARTIAL = ".partial"
 
 
-def run_finetune(config: FinetuneConfig) -> dict[str, Any]:
+def run_finetune(config: FinetuneConfig) -> dict[str, Any] | None:
     """Fine-tune predictors, write them to `config.out` with `finetune.json`, and give the result.
+
+    The first of several processes gives the result, the others None.
 
     Raises:
         MoelessError: unusable model or data, distances beyond the model's depth, or a full disk.
@@ -78,9 +80,9 @@ def run_finetune(config: FinetuneConfig) -> dict[str, Any]:
             "threshold": config.threshold,
             "data": data,
         }
-    if accelerator.is_main_process:
-        _write(config, result, base, entries)
-    accelerator.wait_for_everyone()
+    if not accelerator.is_main_process:
+        return None
+    _write(config, result, base, entries)
     return result
 
 

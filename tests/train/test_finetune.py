@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -58,20 +60,26 @@ def make_config(folder: Path, out: Path, **changes: Any) -> FinetuneConfig:
     return FinetuneConfig(**{**values, **changes})
 
 
+def tune(config: FinetuneConfig) -> dict[str, Any]:
+    result = run_finetune(config)
+    assert result is not None
+    return result
+
+
 def capture(folder: Path, tmp_path: Path) -> Captured:
     config = make_config(folder, tmp_path)
     return capture_rows(config, load_model(config), None, Accelerator(cpu=True))[0]
 
 
 def test_threshold_zero_trains_nothing(model_folder: Path, tmp_path: Path) -> None:
-    result = run_finetune(make_config(model_folder, tmp_path, threshold=0.0, distance="1,2"))
+    result = tune(make_config(model_folder, tmp_path, threshold=0.0, distance="1,2"))
     assert {row["verdict"] for row in result["layers"]} == {"kept"}
     assert all(row["before"] == row["after"] and row["loss"] is None for row in result["layers"])
     assert result["bytes"] == result["num_parameters"] == 0
 
 
 def test_an_unreachable_threshold_tries_every_layer_and_makes_none_worse(model_folder: Path, tmp_path: Path) -> None:
-    result = run_finetune(make_config(model_folder, tmp_path, distance="1,2"))
+    result = tune(make_config(model_folder, tmp_path, distance="1,2"))
     rows = result["layers"]
     assert [(r["source"], r["distance"], r["target_layer"]) for r in rows] == [
         ("pre-attention", 0, 0),
@@ -110,10 +118,10 @@ def test_the_same_seed_gives_the_same_predictors(model_folder: Path, tmp_path: P
 
 
 def test_an_interrupted_run_goes_on(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run_finetune(make_config(model_folder, tmp_path / "whole"))
+    whole = tune(make_config(model_folder, tmp_path / "whole"))
     original, done = PairTuner.tune, []
 
-    def tune(self: PairTuner, deadline_s: float = math.inf) -> Any:
+    def interrupted(self: PairTuner, deadline_s: float = math.inf) -> Any:
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(self.pair.key)
@@ -121,20 +129,35 @@ def test_an_interrupted_run_goes_on(model_folder: Path, tmp_path: Path, monkeypa
 
     config = make_config(model_folder, tmp_path / "cut")
     with monkeypatch.context() as patch:
-        patch.setattr(PairTuner, "tune", tune)
+        patch.setattr(PairTuner, "tune", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_finetune(config)
         assert not (config.out / "predictors.json").exists()
     left: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(PairTuner, "tune", lambda self, d=math.inf: (left.append(self.pair.key), original(self, d))[1])
-        resumed = run_finetune(config)
+        resumed = tune(config)
     assert len(done) == 2
     assert not set(left) & set(done)
     assert len(left) + len(done) == len(whole["layers"])
     names = [tmp_path / name / "predictors.safetensors" for name in ("whole", "cut")]
     assert names[0].read_bytes() == names[1].read_bytes()
     assert [row["after"] for row in resumed["layers"]] == [row["after"] for row in whole["layers"]]
+
+
+def test_processes_share_the_layers_and_give_the_same_predictors(model_folder: Path, tmp_path: Path) -> None:
+    config = make_config(model_folder, tmp_path / "alone")
+    run_finetune(config)
+    flags = ["max_tokens", "decode_tokens", "max_length", "batch_tokens", "epochs", "threshold", "device", "data"]
+    arguments = [a for name in flags for a in ("--" + name.replace("_", "-"), str(getattr(config, name)))]
+    folders = ["--capture", str(tmp_path / "capture"), "--out", str(tmp_path / "shared")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "moeless", "finetune", config.model, *arguments, *folders, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith("{")]) == 1
+    names = [tmp_path / name / "predictors.safetensors" for name in ("alone", "shared")]
+    assert names[0].read_bytes() == names[1].read_bytes()
 
 
 def test_other_settings_do_not_reuse_finished_layers(
@@ -151,12 +174,12 @@ def test_other_settings_do_not_reuse_finished_layers(
         patch.setattr(PairTuner, "tune", cut)
         with pytest.raises(KeyboardInterrupt):
             run_finetune(make_config(model_folder, tmp_path))
-    result = run_finetune(make_config(model_folder, tmp_path, threshold=0.0))
+    result = tune(make_config(model_folder, tmp_path, threshold=0.0))
     assert {row["verdict"] for row in result["layers"]} == {"kept"}
 
 
 def test_pre_attention_covers_all_layers(model_folder: Path, tmp_path: Path) -> None:
-    result = run_finetune(make_config(model_folder, tmp_path, source="pre-attention"))
+    result = tune(make_config(model_folder, tmp_path, source="pre-attention"))
     assert [(r["source"], r["source_layer"], r["target_layer"]) for r in result["layers"]] == [
         ("pre-attention", t, t) for t in range(3)
     ]
@@ -168,7 +191,7 @@ def test_a_capture_is_reused_and_profile_measures_the_result(model_folder: Path,
     shared |= {"max_length": 64, "batch_tokens": 128, "capture": config.capture, "out": tmp_path / "profile"}
     run_profile(ProfileConfig(distance="1", **shared))
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "capture").iterdir()}
-    tuned = run_finetune(config)
+    tuned = tune(config)
     assert before == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "capture").iterdir()}
     result = run_profile(ProfileConfig(distance="1", predictors=tmp_path / "p", **shared))
     rows = {(r["predictor"], r["phase"], r["distance"], r["target_layer"]): r for r in result["rows"]}
@@ -183,7 +206,7 @@ def test_a_capture_is_reused_and_profile_measures_the_result(model_folder: Path,
 
 def test_time_limit_still_gives_every_layer_a_verdict(model_folder: Path, tmp_path: Path) -> None:
     began = time.monotonic()
-    result = run_finetune(make_config(model_folder, tmp_path, epochs=10_000, max_seconds=1.0, distance="1"))
+    result = tune(make_config(model_folder, tmp_path, epochs=10_000, max_seconds=1.0, distance="1"))
     assert len(result["layers"]) == 3
     assert all(row["after"] >= row["before"] for row in result["layers"])
     assert time.monotonic() - began < 60
