@@ -5,7 +5,7 @@ handed out by a buddy allocator, lowest address first, so that sequences of one 
 step reads all their keys as one strided view, without a copy. The pool of a layer is made when the layer first runs
 (its head sizes are then known, latent ones included) and never grows: memory is budget x bytes a token.
 
-Legend: Q packed new tokens, P pool rows, C key-value heads, D head size of keys, V head size of values.
+Legend: Q packed new tokens, P pool rows (one a token), C key-value heads, D head size of keys, V head size of values.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class KvCache:
         for pools in self._pools.values():
             for pool in pools:
                 if old is not None and old.start != new.start:
-                    pool[new.start : new.start + kept] = pool[old.start : old.start + kept]
-                pool[new.start + kept : new.start + new.size] = 0
+                    pool[:, new.start : new.start + kept] = pool[:, old.start : old.start + kept]
+                pool[:, new.start + kept : new.start + new.size] = 0
         if old is not None and old.start != new.start:
             self.allocator.free(old)
 
@@ -179,10 +179,10 @@ class KvCache:
         if layer_idx not in self._pools:
             num_rows = self.allocator.num_rows
             self._pools[layer_idx] = tuple(  # type: ignore[assignment]
-                new.new_zeros(num_rows, new.shape[1], new.shape[3]) for new in (key, value)
+                new.new_zeros(new.shape[1], num_rows, new.shape[3]) for new in (key, value)
             )
         for pool, new in zip(self._pools[layer_idx], (key, value), strict=True):
-            pool.index_copy_(0, self.batch.store_rows_Q, new[0].transpose(0, 1))
+            pool.index_copy_(1, self.batch.store_rows_Q, new[0])
         if layer_idx not in self._latent_layers:
             return key, value
         read = [self.read(layer_idx, group) for group in self.batch.groups]
@@ -202,9 +202,8 @@ class KvCache:
 
 
 def _rows_of(pool: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
-    num_seqs, num_keys, (_, heads, size) = group.num_seqs, group.max_keys, pool.shape
-    if isinstance(group.key_rows, slice):
-        row = heads * size  # one call instead of a slice, a reshape, a slice and a transpose: this runs in every layer
-        strides = (group.stride * row, size, row, 1)
-        return pool.as_strided((num_seqs, heads, num_keys, size), strides, group.key_rows.start * row)
-    return pool.index_select(0, group.key_rows).view(num_seqs, num_keys, heads, size).transpose(1, 2)
+    num_seqs, num_keys, (heads, num_rows, size) = group.num_seqs, group.max_keys, pool.shape
+    if isinstance(group.key_rows, slice):  # one call instead of four: this runs in every layer
+        strides = (group.stride * size, num_rows * size, size, 1)
+        return pool.as_strided((num_seqs, heads, num_keys, size), strides, group.key_rows.start * size)
+    return pool.index_select(1, group.key_rows).view(heads, num_seqs, num_keys, size).transpose(0, 1)
