@@ -124,6 +124,7 @@ def _num_pairs(result: dict[str, Any]) -> int:
 
 
 def _accuracy_table(result: dict[str, Any], metric: str, phase: str) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     rows = [r for r in result["rows"] if r["phase"] == phase]
@@ -132,6 +133,8 @@ def _accuracy_table(result: dict[str, Any], metric: str, phase: str) -> Any:
     loads = {r["layer"]: r for r in result["load"] if r["phase"] == phase}
     distances = sorted({d for _, d in gate})
     table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         title=f"{phase}: {metric} of each layer's router on the router input d layers before",
         caption=f"history: loads of the iterations before; cosine: of router inputs at d={distances[0]}; "
         "CV and max/mean: of expert loads, mean over iterations",
@@ -159,24 +162,18 @@ def _accuracy_table(result: dict[str, Any], metric: str, phase: str) -> Any:
 
 
 def _predictor_table(result: dict[str, Any]) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         title="mean over layers, by predictor",
         caption="recall: token recall; exact: exact-set rate; load: load accuracy; straggler: straggler recall; "
         "r: Pearson's r of load shares",
     )
     pearson = {(p["predictor"], p["distance"], p["phase"]): p["r"] for p in result["pearson"]}
-    for name in (
-        "predictor",
-        "d",
-        "phase",
-        "token recall",
-        "exact set",
-        "load accuracy",
-        "straggler recall",
-        "Pearson r",
-    ):
+    for name in ("predictor", "d", "phase", "recall", "exact", "load", "straggler", "r"):
         table.add_column(name, justify="left" if name in ("predictor", "phase") else "right")
     for (predictor, distance, phase), r in pearson.items():
         rows = [
