@@ -1,11 +1,10 @@
-"""Drawing with matplotlib when it is installed: one look, files written whole, no window ever opened.
+"""Drawing with matplotlib: one look, files written whole, no window ever opened.
 
 Legends name their place, even "best": by default, matplotlib warns when its search takes long on a busy machine.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,16 +48,6 @@ class Figures:
         with replacing(path) as partial:
             figure.savefig(partial, format="png", dpi=110)
         self.written.append(path)
-
-
-def open_figures(out: Path) -> Figures | None:
-    """Figures for the folder `out`, or None, saying so on stderr, when matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        print("moeless: no pictures: matplotlib is not installed (pip install 'moeless[plot]')", file=sys.stderr)
-        return None
-    return Figures(out)
 
 
 def colours(rows: list[dict[str, Any]]) -> list[str]:

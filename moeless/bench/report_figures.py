@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from moeless.bench.figures import colours, draw_cdf, open_figures
+from moeless.bench.figures import Figures, colours, draw_cdf
 
 Result = dict[str, Any]
 
 
 def draw_result(result: Result, folder: Path) -> list[Path]:
-    """Write the pictures of a result to `folder`; none for a schema without any, or without matplotlib."""
+    """Write the pictures of a result to `folder`; none for a schema without any."""
     draw = _DRAWERS.get(str(result["schema"]))
-    if draw is None or open_figures(folder) is None:
+    if draw is None:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     return draw(result, folder)
@@ -36,9 +36,9 @@ def _draw_simulate(result: Result, folder: Path) -> list[Path]:
 
 def _draw_finetune(result: Result, folder: Path) -> list[Path]:
     """Accuracy before and after, layer by layer, one panel a distance."""
-    figures = open_figures(folder)
+    figures = Figures(folder)
     rows = [row for row in result["layers"] if row["before"] is not None]
-    if figures is None or not rows:
+    if not rows:
         return []
     distances = sorted({row["distance"] for row in rows})
     figure, panels = figures.new(len(distances), width=max(6.0, 4.5 * len(distances)))
@@ -56,8 +56,8 @@ def _draw_finetune(result: Result, folder: Path) -> list[Path]:
 
 def _draw_layers(result: Result, folder: Path) -> list[Path]:
     """Distribution of measured layer times, the stages they are made of, and the cost model's word beside them."""
-    figures, rows = open_figures(folder), result.get("balancers", [])
-    if figures is None or not rows:
+    figures, rows = Figures(folder), result.get("balancers", [])
+    if not rows:
         return []
     draw_cdf(figures, rows, "layer_cdf.png", "layer time (measured)")
     figure, (stages, models) = figures.new(2, width=11)

@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from moeless.bench.figures import Figures, colours, draw_cdf, open_figures
+from moeless.bench.figures import Figures, colours, draw_cdf
 
 _SMOOTHED = 4
 
 
 def draw_simulate(result: dict[str, Any], out: Path) -> list[Path]:
-    """Write PNGs to `out` and return their paths; an empty list, with a warning, without matplotlib."""
-    figures = open_figures(out)
-    if figures is None:
-        return []
+    """Write PNGs to `out` and return their paths."""
+    figures = Figures(out)
     rows = result["balancers"]
     draw_cdf(figures, rows, "layer_cdf.png", "layer time (simulated)")
     _draw_bars(figures, rows)

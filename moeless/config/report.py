@@ -15,7 +15,7 @@ class ReportConfig(Config):
 
     folder: Path = argument("Folder with result files (JSON), searched with its subfolders.", metavar="DIR")
     out: Path | None = option("The page to write (default: DIR/report.html).", default=None)
-    plots: bool = option("Draw pictures (needs matplotlib).", default=True)
+    plots: bool = option("Draw pictures.", default=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

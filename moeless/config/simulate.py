@@ -128,7 +128,7 @@ class SimulateConfig(Config):
     )
 
     out: Path = option("Folder for simulate.json and the pictures.", default=Path("simulate"), group="Output")
-    plots: bool = option("Draw pictures (needs matplotlib).", default=True, group="Output")
+    plots: bool = option("Draw pictures.", default=True, group="Output")
     export_plan: Path | None = option(
         "Write the last placement of moeless-roofline: .yaml for TensorRT-LLM, .json for SGLang.",
         default=None,

@@ -179,10 +179,11 @@ def _placement(config: ModelConfig) -> dict[str, Any]:
         options: dict[str, Any] = {"device_map": "auto"}
         if config.cpu_memory_gb is not None:
             num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-            free = {index: torch.cuda.mem_get_info(index)[0] for index in range(num_accelerators)}
-            options |= {"max_memory": {**free, "cpu": int(config.cpu_memory_gb * 1e9)}}
+            limits: dict[int | str, int] = {i: torch.cuda.mem_get_info(i)[0] for i in range(num_accelerators)}
+            limits["cpu"] = int(config.cpu_memory_gb * 1e9)
+            options["max_memory"] = limits
         if config.offload_dir is not None:
-            options |= {"offload_folder": config.offload_dir}
+            options["offload_folder"] = config.offload_dir
         return options
     device = pick_device(config.device)
     return {} if device.type == "cpu" else {"device_map": {"": device}}
