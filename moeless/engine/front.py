@@ -51,6 +51,7 @@ class Front:
         self._unanswered: set[int] = set()
         self._recorded: asyncio.Future[Recorded] | None = None
         self._is_stopping = False
+        self._lost_s = time.monotonic()
         self._hosts = None
         if config.rank_address is not None:
             self._hosts = HostList(config.rank_address, os.environ.get("MOELESS_RANK_KEY", ""))
@@ -119,7 +120,8 @@ class Front:
             self._ask(self._team)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._fresh.wait(), _ANSWER_S)
-        self.metrics.silence_s = 0.0 if self._team is None else self._team.silence_s()
+        since_lost_s = time.monotonic() - self._lost_s
+        self.metrics.silence_s = since_lost_s if self._team is None else self._team.silence_s()
 
     async def record(self, message: Record) -> Recorded:
         """Start, stop or write the record of rank 0, which sees what all see.
@@ -244,6 +246,7 @@ class Front:
     def _lose(self, error: RankError, for_good: bool) -> None:
         """Take note of a lost team. Raises the error when nothing is to follow."""
         self.metrics.lose_team(self.config.ep, str(error))
+        self._lost_s = time.monotonic()
         if self.state == "loading" or for_good:
             self.state = "failed"
             self._end_all("error")

@@ -53,7 +53,8 @@ class ServiceMetrics:
         self._ranks = self._gauge("ep_ranks", "Ranks of the group.", "state")
         self._age = self._gauge(
             "last_step_age_seconds",
-            "Seconds since the quietest rank's last word; a rank speaks after every step and about once a second.",
+            "Seconds since the quietest rank's last word, which comes after every step and about once a second, or "
+            "since the ranks were lost.",
         )
         self._age.set_function(lambda: self.silence_s)
 

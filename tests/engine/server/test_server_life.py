@@ -151,6 +151,18 @@ def test_a_killed_rank_is_a_pause(pair: RunningServer, client: httpx.Client, vic
     assert after[1] - before[1] == 180  # no token was counted twice
 
 
+def test_a_stopped_rank_is_taken_for_dead(demo_model: Path, tmp_path: Path) -> None:
+    with running(demo_model, tmp_path, "--heartbeat-timeout", "8") as server, server.client() as client:
+        body = {"prompt": "Once upon a time", "max_tokens": 60}
+        expected = text_of(client, **body)
+        stream = Stream(client, **body)
+        stream.began.wait(120)
+        os.kill(server.rank_pids()[0], signal.SIGSTOP)
+        assert stream.finish() == expected
+        assert server.metric("moeless:rank_failures_total", client, reason="silence") == 1
+        assert "has said nothing for 8 s" in server.log
+
+
 def test_loading_draining_and_the_end(demo_model: Path, tmp_path: Path) -> None:
     with RunningServer(demo_model, tmp_path, "--host", "0.0.0.0", "--shutdown-timeout", "100") as server:
         port = int(server.wait_listening().rpartition(":")[2])
