@@ -49,6 +49,11 @@ class AttentionGroup:
         return max(self.num_keys)
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether there is nothing before the new tokens."""
+        return all(keys == self.num_new for keys in self.num_keys)
+
+    @property
     def rows(self) -> slice:
         """The group's rows of the packed batch."""
         return slice(self.first_row, self.first_row + self.num_seqs * self.num_new)
@@ -161,10 +166,12 @@ def packed_attention(
         where = (number, window, layer.chunk)
         if where not in batch.masks:
             batch.masks[where] = _additive_mask(group, window, layer.chunk, query)
-        attend = _attend_one if group.num_new == 1 else _attend_many
-        outputs.append(
-            attend(query_QAD[group.rows], key_BCSD, value_BCSV, batch.masks[where], scaling, sinks_A, softcap)
-        )
+        rest = (key_BCSD, value_BCSV, batch.masks[where], scaling, sinks_A, softcap)
+        if group.num_new == 1:
+            outputs.append(_attend_one(query_QAD[group.rows], *rest))
+        else:
+            is_causal = group.is_fresh and min(window or group.num_new, layer.chunk or group.num_new) >= group.num_new
+            outputs.append(_attend_many(query_QAD[group.rows], *rest, is_causal=is_causal))
     output_QAV = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output_QAV.unsqueeze(0), None
 
@@ -218,13 +225,19 @@ def _attend_many(
     scaling: float | None,
     sinks_A: torch.Tensor | None,
     softcap: float | None,
+    *,
+    is_causal: bool,
 ) -> torch.Tensor:
-    """[B·N, A, V] for N new tokens a sequence, from keys [B, C, S, D] and values [B, C, S, V]."""
+    """[B·N, A, V] for N new tokens a sequence, from keys [B, C, S, D] and values [B, C, S, V].
+
+    `is_causal` says that the mask is the plain triangle, half of which the fused kernel then need not compute.
+    """
     num_rows, num_heads, _ = query_QAD.shape
     query = query_QAD.unflatten(0, (len(key), -1)).transpose(1, 2)
     if sinks_A is None and softcap is None:
+        mask = None if is_causal else mask_B1NS
         output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask_B1NS, scale=scaling, enable_gqa=num_heads != key.shape[1]
+            query, key, value, mask, is_causal=is_causal, scale=scaling, enable_gqa=num_heads != key.shape[1]
         )
     else:
         share = num_heads // key.shape[1]
@@ -272,11 +285,9 @@ def reference_attention(
     output_NAV = query_NAD.new_zeros(num_new, num_heads, value_SCV.shape[-1])
     for n in range(num_new):
         position = num_keys - num_new + n
-        seen = [
-            s
-            for s in range(position + 1)
-            if (window is None or s > position - window) and (chunk is None or s // chunk == position // chunk)
-        ]
+        first = 0 if window is None else max(0, position - window + 1)
+        first = first if chunk is None else max(first, position - position % chunk)
+        seen = list(range(first, position + 1))
         for head in range(num_heads):
             shared = head * num_kv_heads // num_heads
             scores = key_SCD[seen, shared] @ query_NAD[n, head] * scaling
