@@ -109,7 +109,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
         "block_size": 16,
     },
-    "gemma4_text": {"enable_moe_block": True, "top_k_experts": TOP_K, "sliding_window": 8},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "top_k_experts": TOP_K,
+        "sliding_window": 8,
+        "vocab_size_per_layer_input": VOCAB,  # 262,144 by default: a gigabyte
+        "hidden_size_per_layer_input": 16,
+    },
 }
 
 
