@@ -111,6 +111,8 @@ def _uvicorn_config(config: ServeConfig, service: Service) -> uvicorn.Config:
         log_level="info" if config.access_log else "warning",
         access_log=config.access_log,
         lifespan="off",
+        http="h11",  # unlike httptools it bounds the size of headers
+        h11_max_incomplete_event_size=65_536,
         ws="none",
         timeout_graceful_shutdown=3,
         server_header=False,

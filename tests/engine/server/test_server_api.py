@@ -270,6 +270,15 @@ def test_bodies_over_the_limit_are_refused_unread(server: RunningServer, client:
     assert client.get("/health").status_code == 200
 
 
+def test_a_flood_of_headers_is_cut_off(server: RunningServer, client: httpx.Client) -> None:
+    with socket.create_connection(("127.0.0.1", _port(server)), timeout=30) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        with pytest.raises(OSError, match=r"reset|[Bb]roken"):
+            for number in range(50_000):
+                raw.sendall(b"X-%d: %s\r\n" % (number, b"y" * 1_000))
+    assert client.get("/health").status_code == 200
+
+
 def test_a_client_that_goes_frees_its_slot(server: RunningServer, client: httpx.Client) -> None:
     before = server.metric("moeless:request_success_total", client, finished_reason="abort")
     long = {**GREEDY, "prompt": "Hello", "max_tokens": 1500}
