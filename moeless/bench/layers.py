@@ -35,6 +35,9 @@ from moeless.result import result_header
 
 SCHEMA = "moeless.layers/1"
 
+_LEAST_GAP = 0.02
+"""Below this share of the bound the gap is noise, so no share of it is given."""
+
 
 def run_layers(config: LayersConfig) -> dict[str, Any]:
     """Measure and write `layers.json`, or only calibrate and write a cluster file.
@@ -193,8 +196,8 @@ def _stages_ms(seconds_GLIS: NDArray[np.float64]) -> dict[str, float]:
 def _gap_closed(
     layer_ms: NDArray[np.float64], static_ms: NDArray[np.float64], bound_ms: NDArray[np.float64] | None
 ) -> float | None:
-    """The share of static's time above the measured bound that is removed; None without a bound below static."""
-    if bound_ms is None or static_ms.mean() <= bound_ms.mean():
+    """The share of static's time above the measured bound that is removed; None where there is nothing to remove."""
+    if bound_ms is None or static_ms.mean() <= (1 + _LEAST_GAP) * bound_ms.mean():
         return None
     return _round((static_ms.mean() - layer_ms.mean()) / (static_ms.mean() - bound_ms.mean()))
 
