@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from moeless import __version__
+from moeless.config.bench_serve import BenchServeConfig
 from moeless.config.finetune import FinetuneConfig
 from moeless.config.join import JoinConfig
 from moeless.config.layers import LayersConfig
@@ -89,6 +90,14 @@ def layers(config: LayersConfig) -> None:
     _emit(config, run_layers(config), print_layers)
 
 
+def bench_serve(config: BenchServeConfig) -> None:
+    """Put load on a server over HTTP, or on one started for each balancer in turn: latencies, throughput, experts."""
+    from moeless.bench.serve import run_bench_serve
+    from moeless.bench.serve_print import print_bench_serve
+
+    _emit(config, run_bench_serve(config), print_bench_serve)
+
+
 def report(config: ReportConfig) -> None:
     """Put all result files of a folder on one self-contained HTML page."""
     from moeless.bench.report import print_report, run_report
@@ -120,8 +129,10 @@ def _emit(config: Config, result: dict[str, Any], print_tables: Callable[[dict[s
         print_tables(result)
 
 
-def _add_command(group: typer.Typer, config_class: type[Config], run: Callable[[Any], None]) -> None:
-    """Register `run` as a command whose flags are the fields of `config_class`."""
+def _add_command(
+    group: typer.Typer, config_class: type[Config], run: Callable[[Any], None], name: str | None = None
+) -> None:
+    """Register `run` as a command, by its own name or `name`, whose flags are the fields of `config_class`."""
 
     def command(**values: Any) -> None:
         run(config_class(**values))
@@ -130,7 +141,7 @@ def _add_command(group: typer.Typer, config_class: type[Config], run: Callable[[
     fields = [f for f in dataclasses.fields(config_class) if f.init]
     parameters = [_parameter(f, hints[f.name]) for f in sorted(fields, key=lambda f: not f.metadata["positional"])]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    group.command(run.__name__.replace("_", "-"), help=run.__doc__)(command)
+    group.command(name or run.__name__.replace("_", "-"), help=run.__doc__)(command)
 
 
 def _parameter(config_field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
@@ -157,6 +168,7 @@ _add_command(app, JoinConfig, join)
 _add_command(bench, PredictorsConfig, predictors)
 _add_command(bench, SimulateConfig, simulate)
 _add_command(bench, LayersConfig, layers)
+_add_command(bench, BenchServeConfig, bench_serve, "serve")
 _add_command(bench, ReportConfig, report)
 
 

@@ -85,10 +85,17 @@ def _draw_predictors(result: Result, folder: Path) -> list[Path]:
     return [Path(path) for path in draw_predictors(result, folder)]
 
 
+def _draw_serve(result: Result, folder: Path) -> list[Path]:
+    from moeless.bench.serve_plots import draw_serve
+
+    return draw_serve(result, folder)
+
+
 _DRAWERS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "moeless.profile/1": _draw_profile,
     "moeless.finetune/1": _draw_finetune,
     "moeless.bench.predictors/1": _draw_predictors,
     "moeless.simulate/1": _draw_simulate,
     "moeless.layers/1": _draw_layers,
+    "moeless.bench-serve/1": _draw_serve,
 }

@@ -154,6 +154,24 @@ def _read_layers(result: Result) -> tuple[list[str], list[Table]]:
     return headlines, [row_table("balancers", rows), key_table("set-up and calibration", facts)]
 
 
+def _read_serve(result: Result) -> tuple[list[str], list[Table]]:
+    """Columns are runs here: there are few of them and many numbers."""
+    rows = result["runs"]
+    best = max(rows, key=lambda row: float(row["output_throughput"]))
+    failed = sum(row["failed"] for row in rows)
+    headline = f"{best['name']}: {best['output_throughput']:.1f} output tokens a second"
+    headline += f", {best['output_throughput'] / rows[0]['output_throughput']:.3f} x {rows[0]['name']}" * (
+        len(rows) > 1
+    )
+    flat = [flatten(row) for row in rows]
+    keys = [key for key in dict.fromkeys(key for row in flat for key in row) if key != "name"]
+    lines = [{"": key} | {row["name"]: row.get(key) for row in flat} for key in keys]
+    return [f"{headline}; {failed} failed requests"], [
+        key_table("load", result["load"]),
+        row_table("runs", lines),
+    ]
+
+
 def _read_any(result: Result) -> tuple[list[str], list[Table]]:
     """Scalars in one table, and one table for every list of dictionaries."""
     rest = {key: value for key, value in result.items() if key not in (*_HEADER, "notes")}
@@ -189,4 +207,5 @@ _READERS: dict[str, Callable[[Result], tuple[list[str], list[Table]]]] = {
     "moeless.finetune/1": _read_finetune,
     "moeless.bench.predictors/1": _read_predictors,
     "moeless.layers/1": _read_layers,
+    "moeless.bench-serve/1": _read_serve,
 }

@@ -1,0 +1,199 @@
+"""The requests of a load: prompts from text, from random tokens, or as long as a trace says, and when each is due.
+
+The server's own `/tokenize` makes ids from text. So lengths are exact, and no tokenizer is loaded here.
+
+Legend: N requests, P tokens of the pool that prompts are cut from.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from moeless.bench.arrivals import read_arrivals
+from moeless.bench.serve_load import LoadRequest, describe_error
+from moeless.config.bench_serve import BenchServeConfig
+from moeless.errors import DataError
+from moeless.train.data import Document, load_corpus
+
+_POOL_TOKENS = 32_768
+_MAX_CHARACTERS = 8_000
+"""Longer texts are cut before they are tokenized: a prompt takes what fits in the context anyway."""
+_DEFAULT_REQUESTS = 1_000
+_DEFAULT_OUTPUT, _DEFAULT_RANDOM_INPUT = 128, 1_024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Requests in order of arrival, where they are from, and how many were cut to the context length."""
+
+    requests: list[LoadRequest]
+    source: str
+    num_cut: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Facts for the result file; lengths are those asked for."""
+        prompts, outputs = [len(r.prompt) for r in self.requests], [r.num_output for r in self.requests]
+        return {
+            "source": self.source,
+            "num_requests": len(self.requests),
+            "last_due_s": self.requests[-1].due_s,
+            "mean_prompt_tokens": float(np.mean(prompts)),
+            "mean_output_tokens": float(np.mean(outputs)),
+            "cut_to_context": self.num_cut,
+        }
+
+
+class TokenizeClient:
+    """Token ids from the server that will be measured."""
+
+    def __init__(self, client: httpx.Client, model: str) -> None:
+        """Ask `client` for the tokens of `model`."""
+        self._client, self._model = client, model
+
+    def text(self, text: str) -> list[int]:
+        """A text's ids. Raises `DataError` when the server refuses."""
+        answer = self._post({"prompt": text[:_MAX_CHARACTERS]})
+        if answer.status_code != 200:
+            reason = describe_error(answer.status_code, answer.content)
+            raise DataError(f"the server's /tokenize says {reason}; give rows with token_ids in --dataset-path")
+        return self._ids(answer)
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """A conversation's ids by the chat template; without one, or where it refuses, those of the bare contents."""
+        cut = [{**message, "content": message["content"][:_MAX_CHARACTERS]} for message in messages]
+        answer = self._post({"messages": cut})
+        if answer.status_code != 200:
+            return self.text("\n\n".join(message["content"] for message in cut))
+        return self._ids(answer)
+
+    def _post(self, body: dict[str, Any]) -> httpx.Response:
+        try:
+            return self._client.post("/tokenize", json={"model": self._model, **body})
+        except httpx.HTTPError as error:
+            raise DataError(f"the server's /tokenize failed: {error!r}") from error
+
+    def _ids(self, answer: httpx.Response) -> list[int]:
+        ids: list[int] = answer.json()["tokens"]
+        return ids
+
+
+def make_load(config: BenchServeConfig, tokens: TokenizeClient, max_model_len: int) -> Load:
+    """The requests that `config` asks for; the same for the same configuration, tokenizer and context length.
+
+    Raises:
+        DataError: a data set or trace that cannot be used.
+    """
+    corpus = load_corpus(config.dataset_path)
+    documents = list(corpus.documents)
+    random.Random(config.seed).shuffle(documents)
+    if config.trace is not None:
+        due_s_N, prompts_N, outputs_N, name = _of_trace(config)
+        pairs = zip(prompts_N.tolist(), outputs_N.tolist(), strict=True)
+        return _cut_from_pool(config, _pool(documents, tokens), due_s_N, pairs, max_model_len, name)
+    num_requests = config.num_prompts or _DEFAULT_REQUESTS
+    due_s_N = due_times_s(num_requests, config.request_rate, config.burstiness or 1.0, config.seed)
+    if config.dataset_name == "random":
+        pool_P = np.unique(_pool(documents, tokens))
+        lengths = (config.random_input_len or _DEFAULT_RANDOM_INPUT, config.random_output_len or _DEFAULT_OUTPUT)
+        name = f"random tokens of {corpus.name}"
+        return _cut_from_pool(config, pool_P, due_s_N, [lengths] * num_requests, max_model_len, name)
+    encoded = [_encode(document, tokens, config.output_len) for document in documents[:num_requests]]
+    requests, num_cut = [], 0
+    for number, due_s in enumerate(due_s_N.tolist()):
+        prompt, wanted = encoded[number % len(encoded)]
+        num_prompt, num_output = fit(len(prompt), wanted, max_model_len)
+        num_cut += (num_prompt, num_output) != (len(prompt), wanted)
+        requests.append(LoadRequest(due_s=due_s, prompt=tuple(prompt[-num_prompt:]), num_output=num_output))
+    return Load(requests=requests, source=corpus.name, num_cut=num_cut)
+
+
+def due_times_s(num_requests: int, rate: float, burstiness: float, seed: int) -> NDArray[np.float64]:
+    """When each request is due: gaps of mean 1/`rate` from a gamma distribution of shape `burstiness`, the first at 0.
+
+    Shape 1 is a Poisson process. An infinite rate gives zeros.
+    """
+    if rate == math.inf:
+        return np.zeros(num_requests)
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), num_requests)
+    return np.cumsum(gaps) - gaps[0]
+
+
+def fit(num_prompt: int, num_output: int, max_model_len: int) -> tuple[int, int]:
+    """Both lengths, at least 1, cut so that together they fit in the context; the prompt gives way first."""
+    num_output = max(1, min(num_output, max_model_len - 1))
+    return max(1, min(num_prompt, max_model_len - num_output)), num_output
+
+
+def _of_trace(
+    config: BenchServeConfig,
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], str]:
+    """Due times, prompt lengths and output lengths of the part of the trace that was asked for, and its name."""
+    assert config.trace is not None
+    arrivals = read_arrivals(config.trace)
+    keep = slice(0, int(np.sum(arrivals.times_s_N <= (config.max_duration_s or math.inf))))
+    keep = slice(0, min(keep.stop, config.num_prompts or keep.stop))
+    scale = config.length_scale or 1.0
+    prompts_N, outputs_N = (
+        np.maximum(1, np.rint(lengths_N[keep] * scale)).astype(np.int64)
+        for lengths_N in (arrivals.prompt_tokens_N, arrivals.output_tokens_N)
+    )
+    return arrivals.times_s_N[keep] * (config.time_scale or 1.0), prompts_N, outputs_N, arrivals.name
+
+
+def _cut_from_pool(
+    config: BenchServeConfig,
+    pool_P: NDArray[np.int64],
+    due_s_N: NDArray[np.float64],
+    lengths: Iterable[tuple[int, int]],
+    max_model_len: int,
+    name: str,
+) -> Load:
+    """Prompts of given lengths: random draws from the pool, or stretches of it from random places, around its end."""
+    rng = np.random.default_rng(config.seed)
+    requests, num_cut = [], 0
+    for due_s, (wanted_prompt, wanted_output) in zip(due_s_N.tolist(), lengths, strict=True):
+        num_prompt, num_output = fit(wanted_prompt, wanted_output, max_model_len)
+        num_cut += (num_prompt, num_output) != (wanted_prompt, wanted_output)
+        if config.dataset_name == "random":
+            ids = rng.choice(pool_P, num_prompt)
+        else:
+            ids = pool_P[(rng.integers(len(pool_P)) + np.arange(num_prompt)) % len(pool_P)]
+        requests.append(LoadRequest(due_s=due_s, prompt=tuple(ids.tolist()), num_output=num_output))
+    return Load(requests=requests, source=name, num_cut=num_cut)
+
+
+def _pool(documents: list[Document], tokens: TokenizeClient) -> NDArray[np.int64]:
+    ids: list[int] = []
+    for document in documents:
+        ids += _whole(document, tokens)
+        if len(ids) >= _POOL_TOKENS:
+            break
+    return np.array(ids, np.int64)
+
+
+def _whole(document: Document, tokens: TokenizeClient) -> list[int]:
+    if document.token_ids is not None:
+        return document.token_ids
+    if document.messages is None:
+        return tokens.text(document.text or "")
+    return tokens.text("\n\n".join(message["content"] for message in document.messages))
+
+
+def _encode(document: Document, tokens: TokenizeClient, output_len: int | None) -> tuple[list[int], int]:
+    """The ids of a document up to the first answer, and how many tokens to ask for."""
+    messages = document.messages
+    if messages is None:
+        return _whole(document, tokens), output_len or _DEFAULT_OUTPUT
+    answer = next((i for i, message in enumerate(messages) if i and message["role"] == "assistant"), None)
+    prompt = tokens.chat(messages[:answer])
+    if output_len is None and answer is not None:
+        output_len = len(tokens.text(messages[answer]["content"]))
+    return prompt, output_len or _DEFAULT_OUTPUT

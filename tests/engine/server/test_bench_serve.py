@@ -1,0 +1,168 @@
+"""`moeless bench serve` against real servers: what it counts is what the server and its texts say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import httpx
+import pytest
+
+from moeless.bench.serve import run_bench_serve
+from moeless.config.bench_serve import BenchServeConfig
+from moeless.errors import DataError, RankError
+from tests.engine.server.running import MODEL, RunningServer
+from tests.traces import real
+
+LAYERS, TOP_K = 12, 2
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    chats = [
+        {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": "It is so."}]}
+        for n in range(2)
+    ]
+    rows = [{"token_ids": list(range(20, 32))}, {"text": "A list is a kind of"}, *chats]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_counts_and_texts_are_the_servers(
+    server: RunningServer, client: httpx.Client, prompts: Path, tmp_path: Path
+) -> None:
+    made, routed = "moeless:generation_tokens_total", "moeless:rank_tokens_total"
+    before = {name: server.metric(name, client) for name in (made, routed)}
+    config = BenchServeConfig(
+        base_url=server.url,
+        dataset_path=str(prompts),
+        num_prompts=5,
+        output_len=6,
+        ignore_eos=True,
+        max_concurrency=2,
+        request_rate=50.0,
+        goodput="e2el:600000",
+        save_detailed=True,
+        out=tmp_path / "out",
+    )
+    result = run_bench_serve(config)
+    assert result == json.loads((tmp_path / "out" / "serve.json").read_text())
+    assert (tmp_path / "out" / "serve.png").exists()
+    assert (result["completed"], result["failed"], result["errors"]) == (5, 0, {})
+    assert result["source"] == "live"
+    assert result["model_id"] == MODEL
+    assert result["max_concurrent_requests"] <= 2
+    assert result["request_goodput"] == result["request_throughput"]
+    assert result["total_output_tokens"] == 30 == server.metric(made, client) - before[made]
+    kept = result["requests"]["server"]
+    assert [len(gaps) for gaps in kept["itls"]] == [5] * 5
+    assert result["moe"]["expert_tokens"] == server.metric(routed, client) - before[routed]
+    # a completion's last token is never run through the model
+    assert result["moe"]["expert_tokens"] == (result["total_input_tokens"] + 5 * 5) * TOP_K * LAYERS
+    ids = list(range(20, 32))
+    index = kept["input_lens"].index(len(ids))
+    body = {"prompt": ids, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    assert kept["generated_texts"][index] == client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+
+def test_trace_gives_times_and_lengths(server: RunningServer, tmp_path: Path) -> None:
+    rows = ["2023-11-16 18:15:46.6800000,10,4", "2023-11-16 18:15:50.6800000,9000,8", "2023-11-16 18:16:50.68,5,5"]
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    common = {"base_url": server.url, "trace": trace, "save_detailed": True, "plots": False, "out": tmp_path / "out"}
+    result = run_bench_serve(BenchServeConfig(**common, time_scale=0.1, length_scale=0.5, max_duration_s=10))
+    kept = result["requests"]["server"]
+    assert (kept["input_lens"], kept["output_lens"]) == ([5, 2044], [2, 4])
+    assert result["load"]["cut_to_context"] == 1
+    assert kept["start_times"][1] - kept["start_times"][0] >= 0.39
+    assert result["duration"] >= 0.4
+
+
+def test_real_trace(server: RunningServer, tmp_path: Path) -> None:
+    result = run_bench_serve(
+        BenchServeConfig(
+            base_url=server.url,
+            trace=real("arrivals/azure_llm_2023_conv.csv"),
+            num_prompts=4,
+            time_scale=0.02,
+            length_scale=0.05,
+            plots=False,
+            out=tmp_path,
+        )
+    )
+    assert (result["completed"], result["failed"]) == (4, 0)
+    assert result["load"]["mean_prompt_tokens"] > 10
+
+
+def test_random_prompts_are_seeded(server: RunningServer, tmp_path: Path) -> None:
+    def texts(seed: int) -> list[str]:
+        result = run_bench_serve(
+            BenchServeConfig(
+                base_url=server.url,
+                dataset_name="random",
+                random_input_len=8,
+                random_output_len=4,
+                num_prompts=3,
+                seed=seed,
+                save_detailed=True,
+                plots=False,
+                out=tmp_path,
+            )
+        )
+        assert result["total_input_tokens"] == 24
+        assert result["config"]["request_rate"] == "inf"
+        return result["requests"]["server"]["generated_texts"]
+
+    assert texts(1) == texts(1) != texts(2)
+
+
+def test_failures_are_counted_and_said(server: RunningServer, prompts: Path, tmp_path: Path) -> None:
+    common = {"dataset_path": str(prompts), "num_prompts": 2, "plots": False, "out": tmp_path}
+    slow = BenchServeConfig(base_url=server.url, output_len=1_900, ignore_eos=True, request_timeout_s=0.1, **common)
+    with pytest.raises(RankError, match=r"every request failed: no end within 0\.1 s"):
+        run_bench_serve(slow)
+    result = json.loads((tmp_path / "serve.json").read_text())
+    assert (result["completed"], result["failed"]) == (0, 2)
+    assert result["mean_ttft_ms"] is None
+    assert math.isfinite(result["duration"])
+    with pytest.raises(DataError, match="says 404"):
+        run_bench_serve(BenchServeConfig(base_url=server.url, model="another", **common))
+    with pytest.raises(RankError, match="is a server running there"):
+        run_bench_serve(BenchServeConfig(base_url="http://127.0.0.1:9", **common))
+
+
+def test_server_that_does_not_start(demo_model: Path, tmp_path: Path) -> None:
+    config = BenchServeConfig(model=str(demo_model), server_args="--expert-slots 3 --ep 1", out=tmp_path)
+    with pytest.raises(RankError, match=r"the server ended: --expert-slots 3 has no effect on one rank; see .*\.log"):
+        run_bench_serve(config)
+
+
+@pytest.mark.slow
+def test_balancers_get_the_same_requests(demo_model: Path, prompts: Path, tmp_path: Path) -> None:
+    result = run_bench_serve(
+        BenchServeConfig(
+            model=str(demo_model),
+            balancer="static,moeless-roofline",
+            dataset_path=str(prompts),
+            num_prompts=4,
+            output_len=12,
+            ignore_eos=True,
+            out=tmp_path,
+        )
+    )
+    static, ours = result["runs"]
+    assert [row["name"] for row in result["runs"]] == ["static", "moeless-roofline"]
+    assert static["total_input_tokens"] == ours["total_input_tokens"]
+    assert ours["same_text"] == 1.0
+    tokens = (static["total_input_tokens"] + 4 * 11) * TOP_K * LAYERS
+    assert static["moe"]["expert_tokens"] == ours["moe"]["expert_tokens"] == tokens
+    for row in (static, ours):
+        experts = row["moe"]
+        assert experts["layer_forward_ms"] > 0
+        assert experts["billed_gb_s"] > 0
+        assert experts["resident_gb_s"] > 0
+        assert experts["warm"] > 0
+        assert experts["balancedness_of_sums"] >= 1
+    assert "completed" not in result  # several runs have no numbers in common
