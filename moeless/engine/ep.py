@@ -12,6 +12,7 @@ Legend: G ranks, C columns of the exchanged row, N rows sent, R rows received, H
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -233,10 +234,19 @@ class EpGroup:
         return f"no answer from rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
 
 
-def host_store(port: int = 0) -> tuple[Store, int]:
-    """A store that ranks on any host can join, and its port (a free one for 0)."""
-    store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    return store, store.port
+def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[Store, int]:
+    """A store that ranks can join at this host's address `host` and at no other, and its port (a free one for 0).
+
+    Raises:
+        RankError: the address is not this host's, or the port is taken.
+    """
+    try:  # left to itself the store listens on every address of the host
+        listener = socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        raise RankError(f"cannot host the ranks' store at {host}:{port}: {error.strerror or error}") from error
+    port = listener.getsockname()[1]
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, port
 
 
 def join_store(host: str, port: int, timeout_s: float = 600.0) -> Store:

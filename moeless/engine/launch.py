@@ -71,7 +71,7 @@ def join_torchrun(config: EngineConfig, place: TorchrunPlace) -> tuple[EngineCon
     config = rank_device(config, place.local_rank)
     agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if place.rank == 0 and not agent_hosts_store:
-        store, _ = host_store(place.port)
+        store, _ = host_store(place.host, place.port)
     else:
         store = join_store(place.host, place.port, config.start_timeout)
     group = EpGroup.connect(
@@ -106,7 +106,7 @@ class RankProcesses:
         host = "127.0.0.1" if hosts is None else hosts.host
         here = f"ipc://{Path(self._folder.name) / 'ranks'}"
         self.channel = FrontChannel(here if hosts is None else f"tcp://{host}:*")
-        self._store, port = host_store()
+        self._store, port = host_store(host)
         self._processes: list[subprocess.Popen[str] | RemoteRank] = []
         try:
             for rank in range(self.size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
@@ -54,3 +55,20 @@ def test_waiting_ranks_do_not_spin(ranks: RankPool) -> None:
 def test_nobody_at_the_store_is_one_line() -> None:
     with pytest.raises(RankError, match=r"no store answers at 127\.0\.0\.1:9 within 1 s"):
         join_store("127.0.0.1", 9, timeout_s=1)
+
+
+def test_the_store_listens_on_the_address_it_is_given_only() -> None:
+    store, port = host_store()
+    try:
+        join_store("127.0.0.1", port, timeout_s=10).set("key", "value")
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+        with pytest.raises(RankError, match=f"cannot host the ranks' store at 127.0.0.1:{port}"):
+            host_store(port=port)
+    finally:
+        del store
+
+
+def test_a_store_cannot_be_hosted_at_another_hosts_address() -> None:
+    with pytest.raises(RankError, match=r"cannot host the ranks' store at 192\.0\.2\.1"):
+        host_store("192.0.2.1")
