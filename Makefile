@@ -34,7 +34,7 @@ gpu-check: install  ## one GPU: is the engine exact on it, and what do experts c
 	$(BIN)/python -m moeless.bench.gpu_check
 
 test: check  ## everything CI runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV) demo-results gpu-check
