@@ -160,9 +160,8 @@ def _read_serve(result: Result) -> tuple[list[str], list[Table]]:
     best = max(rows, key=lambda row: float(row["output_throughput"]))
     failed = sum(row["failed"] for row in rows)
     headline = f"{best['name']}: {best['output_throughput']:.1f} output tokens a second"
-    headline += f", {best['output_throughput'] / rows[0]['output_throughput']:.3f} x {rows[0]['name']}" * (
-        len(rows) > 1
-    )
+    if len(rows) > 1 and rows[0]["output_throughput"]:
+        headline += f", {best['output_throughput'] / rows[0]['output_throughput']:.3f} x {rows[0]['name']}"
     flat = [flatten(row) for row in rows]
     keys = [key for key in dict.fromkeys(key for row in flat for key in row) if key != "name"]
     lines = [{"": key} | {row["name"]: row.get(key) for row in flat} for key in keys]
