@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,10 @@ def test_expert_metrics_of_two_ranks_add_up(pair: RunningServer, client: httpx.C
 
 
 def test_a_full_queue_says_so_and_when_to_come_back(pair: RunningServer, client: httpx.Client) -> None:
-    streams = [Stream(client, prompt="Hello", max_tokens=150) for _ in range(6)]
-    for stream in streams[:4]:
-        stream.began.wait(120)
+    streams = [Stream(client, prompt="Hello", max_tokens=500) for _ in range(6)]
+    held, deadline = 0.0, time.monotonic() + 60
+    while held < 6 and time.monotonic() < deadline:
+        held = sum(pair.metric(f"moeless:num_requests_{state}", client) for state in ("running", "waiting"))
     response = client.post("/v1/completions", json={**GREEDY, "prompt": "Hello", "max_tokens": 1})
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
