@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,9 +36,27 @@ def running_server(model: str, flags: Sequence[str], log_path: Path, start_timeo
         raise DataError(f"cannot write {str(log_path)!r}: {error.strerror}") from error
     with log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True) as process:
         try:
-            yield _wait_ready(process, log_path, start_timeout_s)
+            with _ending_on_sigterm():
+                yield _wait_ready(process, log_path, start_timeout_s)
         finally:
             _end(process)
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds the stack, as Ctrl-C does, so that the server is not left behind. In the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], log_path: Path, timeout_s: float) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -12,7 +15,7 @@ import pytest
 from moeless.bench.serve import run_bench_serve
 from moeless.config.bench_serve import BenchServeConfig
 from moeless.errors import DataError, RankError
-from tests.engine.server.running import MODEL, RunningServer
+from tests.engine.server.running import MODEL, START_S, RunningServer, wait_for
 from tests.traces import real
 
 LAYERS, TOP_K = 12, 2
@@ -137,6 +140,18 @@ def test_server_that_does_not_start(demo_model: Path, tmp_path: Path) -> None:
     config = BenchServeConfig(model=str(demo_model), server_args="--expert-slots 3 --ep 1", out=tmp_path)
     with pytest.raises(RankError, match=r"the server ended: --expert-slots 3 has no effect on one rank; see .*\.log"):
         run_bench_serve(config)
+
+
+def test_server_ends_with_the_benchmark(demo_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "moeless", "bench", "serve", "--model", str(demo_model), "--ep", "1"]
+    log = tmp_path / "server-moeless-roofline.log"
+    with subprocess.Popen([*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL) as process:
+        wait_for(lambda: log.exists() and "listening at " in log.read_text(), START_S)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    url = log.read_text().partition("listening at ")[2].partition(",")[0]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
 
 
 @pytest.mark.slow
