@@ -110,8 +110,12 @@ class BenchServeConfig(Config):
     max_duration_s: float | None = option(
         "Only the trace's first so many seconds, in its own time.", default=None, minimum=0.0, group="Arrivals"
     )
-    num_warmups: int = option("Requests sent before, one by one, that do not count.", default=0, minimum=0)
-    request_timeout_s: float = option("Seconds after which a request has failed.", default=600.0, minimum=0.1)
+    num_warmups: int = option(
+        "Requests sent before, one by one, that do not count.", default=0, minimum=0, group="Arrivals"
+    )
+    request_timeout_s: float = option(
+        "Seconds after which a request has failed.", default=600.0, minimum=0.1, group="Arrivals"
+    )
 
     percentile_metrics: str = option(
         f"Latencies to report, out of {', '.join(METRICS)}.", default=",".join(METRICS), group="Output"
