@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moeless.tables import compact_table
+
 
 def print_layers(result: dict[str, Any]) -> None:
     """Print the comparison, or what a calibration found."""
@@ -40,31 +42,29 @@ def print_layers(result: dict[str, Any]) -> None:
 
 
 def _times(rows: list[dict[str, Any]]) -> Table:
-    table = _table("balancer", "max/mean", "layer ms", "p50", "p99", "x static", "gap closed", "modelled ms")
+    table = compact_table("balancer", "max/mean", "layer ms", "p50", "p99", "x static", "gap", "modelled")
     for row in rows:
         gap = "-" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
-        times = [f"{row['layer_ms'][key]:.3f}" for key in ("mean", "p50", "p99")]
+        times = [f"{row['layer_ms'][key]:.2f}" for key in ("mean", "p50", "p99")]
         name = row["name"] + (" (lossy)" if row["lossy"] else "")
-        modelled = f"{row['modelled_layer_ms']:.3f}"
+        modelled = f"{row['modelled_layer_ms']:.2f}"
         table.add_row(name, f"{row['max_over_mean']:.3f}", *times, f"{row['over_static']:.3f}", gap, modelled)
-    table.caption = "bound: planned and split from the truth, copies free; gap: from static to it"
+    table.caption = (
+        "bound: planned and split from the truth, copies free; gap: share closed of static's to it; modelled: ms"
+    )
     return table
 
 
 def _stages(rows: list[dict[str, Any]]) -> Table:
     stages = ("exchange_ms", "plan_ms", "dispatch_ms", "compute_ms", "combine_ms", "wait_ms")
-    table = _table("balancer", *(stage.replace("_", " ") for stage in stages), "MB moved", "warm", "cold", "late")
+    heads = ("exch", "plan", "disp", "comp", "comb", "wait")
+    table = compact_table("balancer", *heads, "MB", "warm", "cold", "late")
     for row in rows:
         counts = [str(row[key]) for key in ("warm", "cold", "late")]
         moved = f"{row['bytes_moved'] / 1e6:,.0f}"
-        table.add_row(row["name"], *(f"{row[stage]:.3f}" for stage in stages), moved, *counts)
-    table.caption = "stages of the slowest rank; wait: slowest rank's compute less the fastest's"
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table()
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
+        table.add_row(row["name"], *(f"{row[stage]:.1f}" for stage in stages), moved, *counts)
+    table.caption = (
+        "exchange, plan, dispatch, compute, combine: stages of the slowest rank, ms; wait: its compute less the "
+        "fastest rank's; MB: moved"
+    )
     return table

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from moeless.tables import compact_table
+
 Result = dict[str, Any]
 
 
@@ -81,20 +83,17 @@ def _distances(result: Result) -> list[int]:
 
 
 def _layer_table(result: Result) -> Any:
-    from rich.table import Table
-
     distances = _distances(result)
-    table = Table(title="token recall by layer: the untouched gate, and tuned")
-    table.add_column("layer", justify="right")
-    for distance in distances:
-        table.add_column(f"d={distance}", justify="right")
+    table = compact_table(
+        "layer", *(f"d={d}" for d in distances), title="token recall by layer: the untouched gate, and tuned"
+    )
     recalls = {d: _by_layer(result, d) for d in distances}
     for layer in sorted({row["target_layer"] for row in result["layers"] if row["distance"]}):
         cells = []
         for distance in distances:
             gate, tuned = (recalls[distance].get((name, layer)) for name in ("gate", "tuned"))
             shown = [f"{value:.3f}" for value in (gate, tuned) if value is not None]
-            cells.append(" -> ".join(shown) or "-")
+            cells.append("→".join(shown) or "-")
         table.add_row(str(layer), *cells)
     return table
 

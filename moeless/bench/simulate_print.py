@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from moeless.tables import compact_table
 
 _MOVED = "bytes_moved_per_iteration"
 
@@ -43,7 +44,7 @@ def print_simulate(result: dict[str, Any]) -> None:
 
 
 def _time_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("balancer", "max/mean", "CV", "layer us", "p99", "x bound", "gap closed")
+    table = compact_table("balancer", "max/mean", "CV", "layer us", "p99", "x bound", "gap closed")
     for row in rows:
         times = [f"{1e3 * row['layer_ms'][key]:.1f}" for key in ("mean", "p99")]
         gap = "-" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
@@ -56,7 +57,7 @@ def _time_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _cost_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("balancer", "replicas", "billed GB·s", "resident GB·s", "MB/iter", "last 1/4", "cold", "late")
+    table = compact_table("balancer", "replicas", "billed GB·s", "resident GB·s", "MB/iter", "last 1/4", "cold", "late")
     for row in rows:
         cost = (f"{row['replicas_mean']:.1f}", f"{row['billed_gb_s']:.3g}", f"{row['resident_gb_s']:.3g}")
         moved = [f"{row[key] / 1e6:,.{0 if row[key] >= 1e8 else 1}f}" for key in (_MOVED, _MOVED + "_last_quarter")]
@@ -71,13 +72,13 @@ def _cost_table(rows: list[dict[str, Any]]) -> Table:
 def _sweep_table(sweep: str, points: list[dict[str, Any]]) -> Table:
     """Mean layer time of every balancer by the swept value, with the replicas where these are the point."""
     if sweep == "ablation":
-        table = _table("variant", "layer us", "max/mean", "replicas")
+        table = compact_table("variant", "layer us", "max/mean", "replicas")
         for row in points[0]["balancers"]:
             numbers = (f"{1e3 * row['layer_ms']:.1f}", f"{row['max_over_mean']:.3f}", f"{row['replicas_mean']:.1f}")
             table.add_row(row["name"], *numbers)
         return table
     with_replicas = sweep == "cv-threshold"
-    table = _table(sweep, *(row["name"] for row in points[0]["balancers"]))
+    table = compact_table(sweep, *(row["name"] for row in points[0]["balancers"]))
     table.title = f"layer us by {sweep}" + (" (replicas a layer)" if with_replicas else "")
     for point in points:
         cells = []
@@ -85,14 +86,6 @@ def _sweep_table(sweep: str, points: list[dict[str, Any]]) -> Table:
             replicas = f" ({row['replicas_mean']:.1f})" if with_replicas else ""
             cells.append(f"{1e3 * row['layer_ms']:.1f}{replicas}")
         table.add_row(str(point["value"]), *cells)
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right")
     return table
 
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from moeless.tables import compact_table
+
 _COLORS = {"kept": "green", "tuned": "green", "tuned-below-h": "yellow", "rejected": "red", "no-source": "red"}
 
 
 def print_finetune(result: dict[str, Any]) -> None:
     """A row for each predictor with its verdict, then the totals."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     tokens = result["num_tokens"]
-    table = Table(
+    table = compact_table(
+        *("layer", "d", "source", "before", "after", "verdict", "loss", "rank", "seconds"),
+        left=("source", "verdict", "loss"),
         title=f"{result['metric']} on {tokens['test']:,} tokens of conversations held out from {tokens['train']:,} to "
         f"train and {tokens['select']:,} to select; threshold {result['threshold']}",
-        caption="before: the layer's own router on the source; d=0: the layer's own input before its attention",
+        caption="before: the layer's own router on the source; d=0: the layer's own input before its attention; "
+        "rank: of the adapter",
     )
-    for name in ("layer", "d", "source", "before", "after", "verdict", "loss", "adapter rank", "seconds"):
-        table.add_column(name, justify="left" if name in ("source", "verdict", "loss") else "right")
     for row in result["layers"]:
         color = _COLORS[row["verdict"]]
         table.add_row(
