@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from moeless.trace.files import save_trace
 from moeless.trace.loads import make_loads
 from moeless.trace.plans import hosts_of, read_sglang_plan, read_tensorrt_plan
 from moeless.trace.recorder import Recorder
-from tests.traces import real, skewed_ids, skewed_routes
+from tests.traces import skewed_ids, skewed_routes
 
 ROW_KEYS = {"name", "lossy", "max_over_mean", "layer_ms", "billed_gb_s", "resident_gb_s", "replicas_mean"}
 ROW_KEYS |= {"bytes_moved", "warm", "cold", "late", "gap_closed"}
@@ -284,12 +283,3 @@ def test_command_line(routes: Path) -> None:
     wrong = subprocess.run([*command, "--ranks", "0"], capture_output=True, text=True, timeout=60, check=False)
     assert wrong.returncode == 2
     assert "--ranks must be at least 1, got 0" in wrong.stderr
-
-
-@pytest.mark.slow
-def test_speed(tmp_path: Path) -> None:
-    """A tenth of 1,000 iterations x 26 layers x 6 balancers in a tenth of two minutes of processor time."""
-    path = real("routing/deepseek-v2-lite/dsv2lite_chat_prefill_topk_prompts_1_1000.npz")
-    started = time.process_time()
-    run_simulate(SimulateConfig(routes=path, iterations=100, plots=False, out=tmp_path))
-    assert time.process_time() - started < 12

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cases import GPT_OSS_H200, ring_cases
+from cases import GPT_OSS_H200
 from routes import decode_counts, mixtral_counts, prefill_counts
 
 from moeless.policy.balancers import make_balancer
@@ -167,50 +165,3 @@ def test_two_speeds_hold_the_bound_and_follow_a_switch_of_traffic() -> None:
     assert max(ratios[32:num].mean(), final) <= 1.05
     assert max(per_iteration_mb[32:num].mean(), per_iteration_mb[num + 48 :].mean()) < 50
     assert recovered <= 10
-
-
-@pytest.mark.parametrize(
-    ("sizes", "limit_us"), [((32, 8, 40), 100), ((64, 8, 72), 100), ((64, 8, 80), 100), ((256, 64, 320), 500)]
-)
-@pytest.mark.parametrize("split", ["balanced", "roofline"])
-def test_speed_of_the_split(sizes: tuple[int, int, int], limit_us: float, split: str) -> None:
-    shape = EpShape(*sizes)
-    make: dict[str, Callable[[np.ndarray, Layout], np.ndarray]] = {
-        "balanced": balanced,
-        "roofline": lambda counts_E, layout: roofline(counts_E, layout, GPT_OSS_H200),
-    }
-    times = []
-    for counts_E, placement in ring_cases(shape, 60):
-        layout = Layout(placement, shape.num_ranks)
-        times.append(
-            min(cpu_us(lambda counts_E=counts_E, layout=layout: make[split](counts_E, layout)) for _ in range(7))
-        )
-    print(f"{sizes} {split}: median {np.median(times):.0f} us, 90 % {np.quantile(times, 0.9):.0f}")
-    assert np.median(times) < limit_us
-
-
-def cpu_us(work: Callable[[], object]) -> float:
-    """This thread's processor time in `work`, so that other programs don't count."""
-    start = time.thread_time()
-    work()
-    return 1e6 * (time.thread_time() - start)
-
-
-def test_speed_of_planning_and_splitting_together() -> None:
-    """1,000 iterations x 26 layers x 6 balancers in two minutes on two cores: 1.5 ms each, half for the simulator."""
-    counts_ILE = np.tile(prefill_counts(16, 60)[:, ::7], (4, 1, 1))
-    shape = EpShape(64, 8, 72)
-    means = {}
-    for name in ("static", "eplb", "metro", "moeless", "moeless-roofline", "bound"):
-        balancer = make_balancer(name, shape, counts_ILE.shape[1], GPT_OSS_H200)
-        resident = [balancer.initial(layer) for layer in range(counts_ILE.shape[1])]
-
-        def run(balancer=balancer, resident=resident) -> None:  # type: ignore[no-untyped-def]
-            for i, counts_LE in enumerate(counts_ILE):
-                for layer, counts_E in enumerate(counts_LE):
-                    resident[layer] = balancer.plan(i, layer, counts_E.astype(float), resident[layer]).placement
-                    balancer.observe(i, layer, counts_E, balancer.split(layer, counts_E, resident[layer]))
-
-        means[name] = cpu_us(run) / counts_ILE[:, :, 0].size
-    print({name: round(us) for name, us in means.items()}, "us a layer and iteration")
-    assert np.mean(list(means.values())) < 700
