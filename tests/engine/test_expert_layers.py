@@ -148,8 +148,8 @@ def test_loads_are_counted_once(ranks: RankPool, reference: Reference) -> None:
 @pytest.mark.parametrize("fault", ["slow", "unreadable", "killed"])
 def test_loads_that_fail_are_left_out_and_shown(ranks: RankPool, reference: Reference, fault: str) -> None:
     results = check(ranks, reference, "mixtral", make_prompts([2, 1]), fault=fault, num_slots=12)
-    metrics = results[0]["metrics"]
-    assert metrics["late"] > 0
+    if fault == "slow":  # a load that fails may fail before its layer is reached, and is then not late
+        assert results[0]["metrics"]["late"] > 0
     pools = [result["metrics"]["pool"] for result in results]
     if fault == "unreadable":
         assert all(pool["failures"] > 0 and "Input/output error" in pool["last_error"] for pool in pools)
