@@ -41,6 +41,15 @@ class EngineConfig(ModelConfig):
     keep_alive: float = option(
         "Seconds that a replica which no plan wants stays without a token.", default=60.0, minimum=0.0, group="Experts"
     )
+    verify: float = option(
+        "Share of expert layer executions that are computed a second time, plainly from the checkpoint, and compared; "
+        "a difference is logged and counted in moeless:verify_mismatches_total.",
+        default=0.0,
+        minimum=0.0,
+        maximum=1.0,
+        group="Experts",
+        metavar="FRACTION",
+    )
 
     max_model_len: int | None = option(
         "Context length in tokens (default: the model's, or what the key-value cache holds).",
@@ -76,5 +85,7 @@ class EngineConfig(ModelConfig):
             raise UsageError(f"--distance {self.distance} has no effect without --predictors")
         if self.predictors is not None and self.balancer not in ("moeless", "moeless-roofline"):
             raise UsageError(f"--predictors has no effect with --balancer {self.balancer}, which predicts nothing")
+        if self.verify and self.balancer == "oracle":
+            raise UsageError(f"--verify {self.verify} does not go with --balancer oracle, which is wrong by design")
         if self.expert_slots is not None and self.ep == 1:
             raise UsageError(f"--expert-slots {self.expert_slots} has no effect on one rank")

@@ -194,8 +194,8 @@ class Engine:
 
 
 def _load(config: EngineConfig, group: RankGroup) -> tuple[LoadedModel, ExpertLayers | None]:
-    """The model, and its expert layers where there is something to share, predict or fit into less memory."""
-    if group.size == 1 and config.predictors is None and config.expert_memory_gb is None:
+    """The model, and its expert layers where there is something to share, predict, verify or fit into less memory."""
+    if group.size == 1 and config.predictors is None and config.expert_memory_gb is None and not config.verify:
         return load_model(config), None
     loaded, store = load_skeleton(config)
     predictors: list[Predict | None] = []
@@ -214,6 +214,7 @@ def _load(config: EngineConfig, group: RankGroup) -> tuple[LoadedModel, ExpertLa
             budget_bytes=budget_bytes,
             distance=distance,
             keep_alive_s=config.keep_alive,
+            verify=config.verify,
         ),
         predictors=predictors,
     )

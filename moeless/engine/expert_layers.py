@@ -22,8 +22,9 @@ from moeless.engine.ep import RankGroup
 from moeless.engine.expert_pool import ExpertPool
 from moeless.engine.moe_block import MoeBlock, StageTimer
 from moeless.engine.residency import Residency
+from moeless.engine.verify import LayerVerifier
 from moeless.errors import CapacityError
-from moeless.models.expert_store import ExpertSource
+from moeless.models.expert_store import ExpertSource, expert_bytes
 from moeless.models.family import MoeLayer
 from moeless.policy.balancers import Balancer, make_balancer
 from moeless.policy.config import BALANCERS, BalancerConfig
@@ -50,6 +51,7 @@ class ExpertSettings:
             Less than the experts need makes a slower engine, not a wrong one.
         distance: layers ahead that predictions are for.
         keep_alive_s: how long a replica that no plan wants stays without a token.
+        verify: share of layer executions that are computed a second time and compared; see `LayerVerifier`.
     """
 
     balancer: str | BalancerConfig | Balancer = "moeless-roofline"
@@ -58,6 +60,7 @@ class ExpertSettings:
     budget_bytes: int | None = None
     distance: int = 1
     keep_alive_s: float = 60.0
+    verify: float = 0.0
 
     def shape(self, num_experts: int, num_ranks: int) -> EpShape:
         """Sizes of a layer. Raises `CapacityError` when there are fewer slots than experts."""
@@ -70,13 +73,18 @@ class ExpertSettings:
         num_layers = len(source.ffns)
         slots = num_layers * shape.slots_per_rank + NUM_SPARE
         if self.budget_bytes is not None:
-            slots = ExpertPool.slots_within(source, self.budget_bytes, group.device)
+            for_verify = expert_bytes(source) if self.verify else 0
+            slots = ExpertPool.slots_within(source, self.budget_bytes - for_verify, group.device)
             if slots <= shape.slots_per_rank:
                 raise CapacityError(
                     f"{self.budget_bytes:,} bytes hold {slots} experts, but a plan may put {shape.slots_per_rank} of "
                     "one layer on a rank, and one more is needed to move; give more memory or fewer slots a layer"
                 )
         return min(slots, num_layers * shape.num_experts + NUM_SPARE)
+
+    def make_verifier(self, source: ExpertSource, group: RankGroup) -> LayerVerifier | None:
+        """What checks the share `verify` of executions, None for no share."""
+        return LayerVerifier(source, self.verify, group.device) if self.verify else None
 
     def make_balancer(
         self, group: RankGroup, pool: ExpertPool, shape: EpShape, num_layers: int
@@ -111,6 +119,7 @@ class ExpertLayers:
         """Use `build_expert_layers`."""
         self.blocks, self.pool, self.controller, self.timer = blocks, pool, controller, timer
         self.cost = cost
+        self.verifier = blocks[0].verifier
         self._recorder, self._clock = recorder, clock
         self._begin_s = self._metered_s = clock()
 
@@ -149,6 +158,7 @@ class ExpertLayers:
             "pool": {**vars(pool.stats), "num_slots": pool.num_slots, "resident_bytes": pool.resident_bytes},
             "stage_s": dict(self.timer.seconds),
             "cost": asdict(self.cost),
+            "verify": None if self.verifier is None else asdict(self.verifier.stats),
         }
 
     def close(self) -> None:
@@ -200,8 +210,8 @@ def build_expert_layers(
         keep_alive_s=settings.keep_alive_s,
         recorder=recorder,
     )
-    timer = StageTimer(clock)
-    blocks = [MoeBlock(layer, pool, controller, group, timer) for layer in range(num_layers)]
+    timer, verifier = StageTimer(clock), settings.make_verifier(source, group)
+    blocks = [MoeBlock(layer, pool, controller, group, timer, verifier) for layer in range(num_layers)]
     if model is not None:
         for block, layer in zip(blocks, layers, strict=True):
             block.install(model, layer)

@@ -57,6 +57,7 @@ class ExpertMetrics(Collector):
         sums = {"bytes_moved": pool["bytes_moved"], "failures": pool["failures"], "wasted": pool["wasted"]}
         sums |= {f"stage_{name}": seconds for name, seconds in meters["stage_s"].items()}
         sums["resident_gb_s"] = meters["resident_gb_s"]
+        sums |= {f"verify_{name}": count for name, count in (meters["verify"] or {}).items()}
         if rank == 0:  # the same on all ranks
             sums["for_room"] = meters["evictions"] - meters["expired"]
             names = ("warm", "cold", "late", "expired", "billed_gb_s")
@@ -76,6 +77,7 @@ class ExpertMetrics(Collector):
         if self._meters:
             yield from self._starts()
             yield from self._costs()
+            yield from self._verified()
 
     def _traffic(self) -> Iterator[Metric]:
         tokens_LE, rank_tokens_LG = self._totals["tokens"], self._totals["rank_tokens"]
@@ -156,6 +158,17 @@ class ExpertMetrics(Collector):
         for rank, num_bytes in sorted(self._resident.items()):
             memory.add_metric([str(rank)], num_bytes)
         yield memory
+
+    def _verified(self) -> Iterator[Metric]:
+        """Nothing without --verify: a zero would look like a clean bill."""
+        if not any(name == "verify_verified_layers" for _, name in self._meters):
+            return
+        help = "Executions of expert layers that a rank computed a second time, plainly, for its own tokens."
+        yield self._by_rank("verified_layers", help, "verify_verified_layers")
+        help = "Executions of expert layers whose second computation differed by more than rounding: wrong output."
+        yield self._by_rank("verify_mismatches", help, "verify_mismatches")
+        help = "Executions of expert layers that could not be verified, as an expert could not be read."
+        yield self._by_rank("verify_unreadable", help, "verify_unreadable")
 
     def _sum(self, name: str) -> float:
         return sum(value for (_, key), value in self._meters.items() if key == name)

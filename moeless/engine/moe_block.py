@@ -19,6 +19,7 @@ from moeless.engine.controller import ExpertController
 from moeless.engine.dispatch import balanced_ids, combine, dispatch, plan_route
 from moeless.engine.ep import RankGroup
 from moeless.engine.expert_pool import ExpertPool
+from moeless.engine.verify import LayerVerifier
 from moeless.models.family import MoeLayer
 
 STAGES = ("exchange", "plan", "dispatch", "compute", "combine")
@@ -59,10 +60,11 @@ class MoeBlock:
         controller: ExpertController,
         group: RankGroup,
         timer: StageTimer | None = None,
+        verifier: LayerVerifier | None = None,
     ) -> None:
-        """A block for MoE layer number `layer` (its ordinal)."""
+        """A block for MoE layer number `layer` (its ordinal); `verifier` checks some of its executions."""
         self.layer, self.pool, self.controller, self.group = layer, pool, controller, group
-        self.timer = timer or StageTimer()
+        self.timer, self.verifier = timer or StageTimer(), verifier
 
     def __call__(self, hidden: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts, in the shape of `hidden` ([T, H], or [B, S, H] with T = B*S).
@@ -92,6 +94,8 @@ class MoeBlock:
         out_TH = combine(y_RH, weights_TK, route, self.group)
         end_s = timer.lap("combine")
         controller.end_layer(self.layer, end_s - begin_s)
+        if self.verifier is not None and self.verifier.is_due(controller.iteration, self.layer):
+            self.verifier.check(controller.iteration, self.layer, x_TH, ids_TK, weights_TK, out_TH)
         return out_TH.view(hidden.shape)
 
     def idle(self) -> None:
