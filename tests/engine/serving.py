@@ -11,10 +11,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from moeless.config.engine import EngineConfig
 from moeless.engine.engine import Engine
 from moeless.engine.ep import RankGroup
+from moeless.engine.expert_layers import ExpertSettings
 from moeless.engine.request import CompletionOutput, SamplingParams
 from moeless.engine.sequence import Sequence
 from moeless.engine.submission import Submission
 from moeless.engine.text import TextStream
+from tests.engine.work import RandomBalancer
 
 
 def make_sequence(
@@ -80,13 +82,20 @@ def run_engine(
     params: Rows[SamplingParams],
     owners: Rows[int],
     starts: Rows[int],
+    random_plans: bool = False,
 ) -> tuple[dict[int, CompletionOutput], dict[str, Any]]:
     """One rank of an engine: prompt i runs on rank owners[i] and arrives before step starts[i].
+
+    With `random_plans` experts change places in every step, wherever chance puts them.
 
     Returns:
         This rank's completions by prompt, and its statistics.
     """
     engine = Engine(EngineConfig(ep=group.size, **config), group)
+    if random_plans and engine.experts is not None:
+        controller = engine.experts.controller
+        shape = ExpertSettings().shape(controller.num_experts, group.size)
+        controller._balancer = RandomBalancer(shape, seed=3)
     done: dict[int, CompletionOutput] = {}
     step, asleep = 0, False
     while not asleep or step <= max(starts):

@@ -96,14 +96,16 @@ def test_one_rank_gives_the_models_logits(reference: Reference, family: str) -> 
     layers.close()
 
 
+@pytest.mark.parametrize("sizes", [[3], [2, 1], [1, 0, 2, 1]], ids=["1-rank", "2-ranks", "4-ranks"])
 @pytest.mark.parametrize("family", SERVED)
-def test_greedy_tokens_under_random_plans(ranks: RankPool, reference: Reference, family: str) -> None:
-    results = check(ranks, reference, family, make_prompts([2, 1]), begin=(0, 2), settle_loads=True)
+def test_greedy_tokens_under_random_plans(ranks: RankPool, reference: Reference, family: str, sizes: list[int]) -> None:
+    results = check(ranks, reference, family, make_prompts(sizes), begin=(0, 2, 0, 1), settle_loads=True)
     top_k = 1 if family == "llama4_text" else TOP_K
-    num_pairs = sum(r["metrics"]["pool"]["rows_computed"] for r in results)
-    assert num_pairs == results[0]["counts"].sum()  # each pair once
-    assert results[0]["counts"][0].sum(-1).tolist() == [2 * 7 * top_k] * results[0]["counts"].shape[1]
-    assert results[0]["metrics"]["plan_changes"] > 0
+    counts = results[0]["counts"]
+    assert sum(r["metrics"]["pool"]["rows_computed"] for r in results) == counts.sum()  # each pair once
+    at_first = sum(size for size, begin in zip(sizes, (0, 2, 0, 1), strict=False) if begin == 0)
+    assert counts[0].sum(-1).tolist() == [at_first * 7 * top_k] * counts.shape[1]
+    assert (results[0]["metrics"]["plan_changes"] > 0) == (len(sizes) > 1)
 
 
 @pytest.mark.parametrize("balancer", ["static", "eplb", "metro", "moeless", "moeless-roofline"])
@@ -148,9 +150,9 @@ def test_loads_are_counted_once(ranks: RankPool, reference: Reference) -> None:
 @pytest.mark.parametrize("fault", ["slow", "unreadable", "killed"])
 def test_loads_that_fail_are_left_out_and_shown(ranks: RankPool, reference: Reference, fault: str) -> None:
     results = check(ranks, reference, "mixtral", make_prompts([2, 1]), fault=fault, num_slots=12)
-    if fault == "slow":  # a load that fails may fail before its layer is reached, and is then not late
-        assert results[0]["metrics"]["late"] > 0
     pools = [result["metrics"]["pool"] for result in results]
+    num_loads = sum(pool["loads"] + pool["failures"] - pool["cold_loads"] for pool in pools)
+    assert results[0]["metrics"]["late"] >= num_loads - NUM_LAYERS * NUM_EXPERTS > 0  # all but the initial ones
     if fault == "unreadable":
         assert all(pool["failures"] > 0 and "Input/output error" in pool["last_error"] for pool in pools)
     if fault == "killed":

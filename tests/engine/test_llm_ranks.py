@@ -48,16 +48,30 @@ def demo_expected(demo: PreTrainedModel) -> tuple[list[list[int]], list[list[int
     return prompts, greedy_reference(demo, prompts, NUM_TOKENS)
 
 
+@pytest.fixture(scope="module")
+def made_models() -> dict[str, PreTrainedModel]:
+    """Tiny models by family, made and saved once."""
+    return {}
+
+
 def run_on(
-    ranks: RankPool, size: int, prompts: list[list[int]], owners: Rows[int], starts: Rows[int], **config: Any
+    ranks: RankPool,
+    size: int,
+    prompts: list[list[int]],
+    owners: Rows[int],
+    starts: Rows[int],
+    num_tokens: int = NUM_TOKENS,
+    random_plans: bool = False,
+    **config: Any,
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Tokens of each prompt and each rank's statistics."""
     arguments: dict[str, Any] = {
         "config": {"max_batch_tokens": 24, "max_seqs": 8, "kv_tokens": 256, **config},
         "prompts": prompts,
-        "params": [greedy(NUM_TOKENS, ignore_eos=True)] * len(prompts),
+        "params": [greedy(num_tokens, ignore_eos=True)] * len(prompts),
         "owners": owners,
         "starts": starts,
+        "random_plans": random_plans,
     }
     results = [run_engine(LocalGroup(), **arguments)] if size == 1 else ranks.run(run_engine, size, **arguments)
     made = {i: list(output.token_ids) for done, _ in results for i, output in done.items()}
@@ -118,10 +132,21 @@ def test_preemption_on_two_ranks(ranks: RankPool, demo: PreTrainedModel, demo_ex
     assert all(s["kv_tokens_peak"] <= 208 for s in statistics)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_on_two_ranks(ranks: RankPool, tmp_path: Path, family: str) -> None:
-    model = save_tiny_checkpoint(family, tmp_path)
+def test_families_under_random_plans(
+    ranks: RankPool, made_models: dict[str, PreTrainedModel], tmp_path_factory: Any, family: str, size: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / f"ranks-{family}"
+    if family not in made_models:
+        made_models[family] = save_tiny_checkpoint(family, folder)
+    model = made_models[family]
     prompts = random_prompts((7, 20, 11), VOCAB)
-    expected = greedy_reference(model, prompts, NUM_TOKENS)
-    made, _ = run_on(ranks, 2, prompts, [0, 1, 0], (0, 3, 0), model=str(tmp_path), balancer="moeless-roofline")
+    expected = greedy_reference(model, prompts, 8)
+    owners = [0, size - 1, size // 2]
+    made, statistics = run_on(
+        ranks, size, prompts, owners, (0, 3, 0), num_tokens=8, random_plans=True, model=str(folder)
+    )
     check(model, prompts, made, expected)
+    if size > 1:
+        assert statistics[0]["experts"]["plan_changes"] > statistics[0]["steps"]

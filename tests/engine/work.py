@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -159,8 +160,6 @@ def generate(
             fails from the third step.
     """
     loaded, store = load_skeleton(ModelConfig(model=folder))
-    if fault in ("slow", "unreadable", "killed"):
-        break_background_loads(store, fault)
     shape = EpShape(store.num_experts, group.size, num_slots or store.num_experts + group.size)
     recorder = Recorder(
         num_layers=len(loaded.layers), num_experts=store.num_experts, num_ranks=group.size, capacity=256
@@ -180,6 +179,8 @@ def generate(
         recorder=recorder,
     )
     layers.load_initial()
+    if fault in ("slow", "unreadable", "killed"):
+        break_background_loads(layers, store, fault)
     ids = torch.tensor(prompts[group.rank]) if prompts[group.rank] else torch.empty(0, 1, dtype=torch.int64)
     num_prompt, step = ids.shape[1], 0
     placements = []
@@ -257,22 +258,41 @@ def generate_through_a_death(
     }
 
 
-def break_background_loads(store: ExpertStore, fault: str) -> None:
-    """From the 33rd background load on (the initial placement is unharmed) every second one goes wrong."""
-    read_into, calls = store.read_into, itertools.count()
+def break_background_loads(layers: ExpertLayers, store: ExpertStore, fault: str) -> None:
+    """Make every background load late: it ends only after its layer has been told what is ready.
+
+    With the faults `unreadable` and `killed` every second one goes wrong then.
+    """
+    pool = layers.pool
+    read_into, states, request = store.read_into, pool.states, pool.request
+    calls, looked = itertools.count(), threading.Condition()
+    num_looks: Counter[int] = Counter()
+    asked_at: dict[tuple[int, int], int] = {}
+
+    def states_seen(layer: int) -> Any:
+        seen = states(layer).copy()
+        with looked:
+            num_looks[layer] += 1
+            looked.notify_all()
+        return seen
+
+    def noted_request(layer: int, expert: int) -> None:
+        asked_at[layer, expert] = num_looks[layer]
+        request(layer, expert)
 
     def harmed(layer: int, expert: int, out: dict[str, torch.Tensor]) -> None:
-        in_background = threading.current_thread() is not threading.main_thread()
-        call = next(calls) if in_background else 0
-        if call > 32 and fault == "slow":
-            time.sleep(0.05)
-        elif call > 32 and call % 2 and fault == "unreadable":
-            raise CheckpointError(f"cannot read expert {expert} of MoE layer {layer}: Input/output error")
-        elif call > 32 and call % 2:
-            raise SystemExit  # ends the thread without a word
+        if threading.current_thread() is not threading.main_thread():
+            with looked:
+                assert looked.wait_for(lambda: num_looks[layer] > asked_at[layer, expert], timeout=20)
+            goes_wrong = next(calls) % 2 == 1
+            if goes_wrong and fault == "unreadable":
+                raise CheckpointError(f"cannot read expert {expert} of MoE layer {layer}: Input/output error")
+            if goes_wrong and fault == "killed":
+                raise SystemExit  # ends the thread without a word
         read_into(layer, expert, out)
 
     store.read_into = harmed  # type: ignore[method-assign]
+    pool.states, pool.request = states_seen, noted_request  # type: ignore[method-assign]
 
 
 def _slots_equal_their_experts(layers: ExpertLayers, store: ExpertStore) -> list[tuple[int, int]]:
