@@ -18,12 +18,14 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 DEMO_DATA := --max-tokens 8192 --decode-tokens 1024 --capture demo-results/capture
+DEMO_LOAD := --balancer static,moeless-roofline --num-prompts 16 --output-len 16 --max-concurrency 8
 
-demo: install  ## profile the bundled model, tune its predictors, generate and measure layers on two ranks
+demo: install  ## profile the bundled model, tune its predictors, compare balancers on two ranks, serve an answer
 	$(BIN)/moeless profile checkpoints/demo-moe $(DEMO_DATA) --out demo-results/profile
 	$(BIN)/moeless finetune checkpoints/demo-moe $(DEMO_DATA) --threshold 0.9 --out demo-results/predictors
-	$(BIN)/python -c "from moeless import LLM; print(LLM('checkpoints/demo-moe', ep=2).chat([{'role': 'user', 'content': 'What is a list?'}])[0].outputs[0].text)"
 	$(BIN)/moeless bench layers --balancers static,moeless-roofline --iterations 6 --out demo-results/layers
+	$(BIN)/moeless bench serve --model checkpoints/demo-moe --predictors demo-results/predictors $(DEMO_LOAD) --out demo-results/bench-serve
+	$(BIN)/python benchmarks/demo.py checkpoints/demo-moe --predictors demo-results/predictors --out demo-results/serve
 
 check: install  ## lint and types
 	$(BIN)/ruff check .

@@ -25,7 +25,8 @@ def running_server(model: str, flags: Sequence[str], log_path: Path, start_timeo
     """Start a server on a free port and give its address; what it says goes to `log_path`.
 
     Raises:
-        RankError: it ended, or was not ready in time; with its last words.
+        RankError: it ended, or was not ready in time, or does not end with exit code 0 after SIGTERM; with its last
+            words.
         DataError: the log cannot be written.
     """
     command = [sys.executable, "-m", "moeless", "serve", model, *flags, "--port", "0", "--json"]
@@ -40,6 +41,8 @@ def running_server(model: str, flags: Sequence[str], log_path: Path, start_timeo
                 yield _wait_ready(process, log_path, start_timeout_s)
         finally:
             _end(process)
+    if process.returncode:
+        raise RankError(f"the server ended with {process.returncode}: {_last_words(log_path)}; see {log_path}")
 
 
 @contextmanager
