@@ -13,7 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from moeless.engine.ep import EpGroup, RankGroup, host_store, join_store
+from moeless.engine.ep import EpGroup, RankGroup
+from moeless.engine.store import host_store, join_store
 from moeless.errors import MoelessError, RankError
 
 

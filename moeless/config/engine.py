@@ -89,3 +89,8 @@ class EngineConfig(ModelConfig):
             raise UsageError(f"--verify {self.verify} does not go with --balancer oracle, which is wrong by design")
         if self.expert_slots is not None and self.ep == 1:
             raise UsageError(f"--expert-slots {self.expert_slots} has no effect on one rank")
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether a rank runs the model as it is: nothing to share, predict, verify or fit into little memory."""
+        return self.ep == 1 and self.predictors is None and self.expert_memory_gb is None and not self.verify

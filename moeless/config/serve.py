@@ -58,9 +58,10 @@ class ServeConfig(EngineConfig):
         "Seconds a client may take to send its body.", default=60.0, minimum=0.1, group="Limits"
     )
 
-    on_rank_failure: Literal["restart", "exit"] = option(
-        "restart starts the ranks again and resumes what was running; exit ends with an error.",
-        default="restart",
+    on_rank_failure: Literal["replace", "shrink", "exit"] = option(
+        "replace goes on with the ranks that are left and has a new one join them; shrink only goes on; exit ends with "
+        "an error.",
+        default="replace",
         group="Ranks",
     )
     rank_address: str | None = option(
@@ -76,7 +77,10 @@ class ServeConfig(EngineConfig):
         group="Ranks",
     )
     heartbeat_timeout: float = option(
-        "Seconds without a word from a rank after which it counts as hung.", default=30.0, minimum=0.5, group="Ranks"
+        "Seconds without a sign of life, or a step, from a rank after which it counts as hung and is killed.",
+        default=30.0,
+        minimum=2.0,
+        group="Ranks",
     )
     record_dir: Path = option(
         "Folder for the traces of /dump_expert_distribution_record.", default=Path("expert-records"), group="Experts"
@@ -121,8 +125,12 @@ class ServeConfig(EngineConfig):
 
     @property
     def capacity(self) -> int:
-        """Completions taken on at once: running and waiting."""
-        running = self.ep * self.max_seqs
+        """Completions taken on at once by the ranks there are at the start: running and waiting."""
+        return self.capacity_of(self.ep)
+
+    def capacity_of(self, num_ranks: int) -> int:
+        """Completions that so many ranks take on."""
+        running = num_ranks * self.max_seqs
         return running + (4 * running if self.max_queued is None else self.max_queued)
 
     @property

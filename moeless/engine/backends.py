@@ -107,12 +107,13 @@ class OnRanks:
     """The ranks are processes that belong to this one."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._ranks = RankProcesses(config)
-        self.facts = self._ranks.wait_ready()
+        self._ranks = RankProcesses()
+        self.facts = self._ranks.start_group(config)
+        self._size = config.ep
 
     def run(self, submissions: list[Submission]) -> dict[Key, Ended]:
         """See `Backend`. Each completion goes to the rank with the fewest tokens to run."""
-        loads = [0] * self._ranks.size
+        loads = [0] * self._size
         try:
             for submission in submissions:
                 rank = loads.index(min(loads))
@@ -141,7 +142,7 @@ class OnRanks:
         """See `Backend`."""
         self._ranks.tell_all(AskStatistics())
         answers: dict[int, dict[str, Any]] = {}
-        while len(answers) < self._ranks.size:
+        while len(answers) < self._size:
             rank, message = self._ranks.receive()
             if isinstance(message, Statistics):
                 answers[rank] = message.values

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 import msgspec
 import zmq
 
-from moeless.engine.messages import ToFront, ToRank
+from moeless.engine.messages import Form, Pulse, Stop, ToFront, ToRank
 from moeless.errors import RankError
 
 _encode = msgspec.msgpack.Encoder().encode
+_PULSE_S = 0.5
+_PULSE_SUFFIX = b"~"
 
 
 class FrontChannel:
-    """The front end's end, to which every rank connects."""
+    """The front end's end, to which every rank process connects under its member number."""
 
     def __init__(self, address: str) -> None:
         """Listen at `address` (`ipc://PATH`, or `tcp://HOST:PORT` for ranks on other hosts)."""
@@ -26,23 +32,23 @@ class FrontChannel:
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where ranks connect; a port given as * has become a number."""
 
-    def send(self, rank: int, message: ToRank) -> None:
-        """Send to one rank. Raises `RankError` when it is not connected."""
+    def send(self, member: int, message: ToRank) -> None:
+        """Send to one process. Raises `RankError` when it is not connected."""
         try:
-            self._socket.send_multipart([str(rank).encode(), _encode(message)])
+            self._socket.send_multipart([str(member).encode(), _encode(message)])
         except zmq.ZMQError as error:
-            raise RankError(f"rank {rank} is not connected: {error}") from error
+            raise RankError(f"rank process {member} is not connected: {error}") from error
 
     def fileno(self) -> int:
         """What an event loop watches. It tells of changes only: after it and after each send, receive until None."""
         return int(self._socket.getsockopt(zmq.FD))
 
     def receive(self, timeout_s: float) -> tuple[int, ToFront] | None:
-        """The next message and the rank it is from; None after `timeout_s`."""
+        """The next message and the member it is from; None after `timeout_s`."""
         if not self._socket.poll(round(timeout_s * 1_000)):
             return None
-        rank, payload = self._socket.recv_multipart()
-        return int(rank), self._decode(payload)
+        identity, payload = self._socket.recv_multipart()
+        return int(identity.removesuffix(_PULSE_SUFFIX)), self._decode(payload)
 
     def close(self) -> None:
         """Drop what is not sent."""
@@ -50,25 +56,50 @@ class FrontChannel:
 
 
 class RankChannel:
-    """A rank's end."""
+    """A rank's end. What arrives is kept until it is asked for, in order."""
 
-    def __init__(self, address: str, rank: int) -> None:
+    def __init__(self, address: str, member: int) -> None:
         self._decode = msgspec.msgpack.Decoder(ToRank).decode
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, str(rank).encode())
+        self._socket.setsockopt(zmq.IDENTITY, str(member).encode())
         self._socket.set_hwm(0)
         self._socket.connect(address)
+        self._inbox: deque[ToRank] = deque()
 
     def send(self, message: ToFront) -> None:
         """Send to the front end."""
         self._socket.send(_encode(message))
 
     def receive(self, *, wait: bool) -> list[ToRank]:
-        """All messages that have arrived; at least one if told to wait."""
+        """All messages that have arrived up to an order to form a group; told to wait, one or that order is there."""
+        self._take_in(wait=wait)
         messages: list[ToRank] = []
-        while self._socket.poll(None if wait and not messages else 0):
-            messages.append(self._decode(self._socket.recv()))
+        while self._inbox and not isinstance(self._inbox[0], Form):
+            messages.append(self._inbox.popleft())
         return messages
+
+    def has_form(self) -> bool:
+        """Whether an order to form a group has arrived."""
+        self._take_in(wait=False)
+        return any(isinstance(message, Form) for message in self._inbox)
+
+    def take_form(self) -> Form | None:
+        """Wait for the newest order to form a group; what came before it is dropped. None: told to stop instead."""
+        while not self.has_form():
+            if any(isinstance(message, Stop) for message in self._inbox):
+                return None
+            self._inbox.clear()
+            self._take_in(wait=True)
+        newest = max(i for i, message in enumerate(self._inbox) if isinstance(message, Form))
+        for _ in range(newest):
+            self._inbox.popleft()
+        form = self._inbox.popleft()
+        assert isinstance(form, Form), "it has just been found there"
+        return form
+
+    def _take_in(self, *, wait: bool) -> None:
+        while self._socket.poll(None if wait and not self._inbox else 0):
+            self._inbox.append(self._decode(self._socket.recv()))
 
     def __enter__(self) -> RankChannel:
         return self
@@ -78,3 +109,17 @@ class RankChannel:
     ) -> None:
         self._socket.close(linger=2_000)
         zmq.Context.instance().term()  # waits until all is sent, at most as long as the socket lingers
+
+
+def start_pulse(address: str, member: int, is_waiting: Callable[[], bool]) -> None:
+    """Send a `Pulse` twice a second for the rest of the process's life, from a thread and a socket of their own."""
+
+    def beat() -> None:
+        socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.DEALER)  # one context's sockets are closed together
+        socket.setsockopt(zmq.IDENTITY, str(member).encode() + _PULSE_SUFFIX)
+        socket.connect(address)
+        while True:
+            socket.send(_encode(Pulse(is_waiting())))
+            time.sleep(_PULSE_S)
+
+    threading.Thread(target=beat, name="pulse", daemon=True).start()

@@ -16,8 +16,10 @@ from typing import Any
 from moeless.config.engine import EngineConfig
 from moeless.engine.ep import Control, RankGroup
 from moeless.engine.expert_layers import ExpertLayers, ExpertSettings, build_expert_layers
+from moeless.engine.expert_pool import PoolStats
 from moeless.engine.foresight import Predict, load_foresight
 from moeless.engine.layer_tap import LayerTap
+from moeless.engine.request import sampling_defaults
 from moeless.engine.runner import ModelRunner, context_length
 from moeless.engine.sampling import sequence_seed
 from moeless.engine.scheduler import Chunk, Scheduler
@@ -27,7 +29,10 @@ from moeless.engine.text import TextStream
 from moeless.engine.traffic import Traffic
 from moeless.errors import CapacityError, UsageError
 from moeless.models.checkpoint import LoadedModel, load_model
+from moeless.models.expert_store import ExpertSource
+from moeless.models.few_rows import install_whole_experts
 from moeless.models.weights import load_skeleton
+from moeless.policy.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,30 +49,63 @@ class ModelFacts:
 class Engine:
     """See the module's head. `step` is called in a loop; nothing here waits but the group's collectives."""
 
-    def __init__(self, config: EngineConfig, group: RankGroup) -> None:
-        """Load the model on this rank.
+    def __init__(self, config: EngineConfig, group: RankGroup | None = None) -> None:
+        """Load the model, without its experts where they will be shared; `join` comes next, if no group is given.
 
         Raises:
             MoelessError: the checkpoint can't be used, or sizes do not fit.
         """
-        self.group = group
-        loaded, self.experts = _load(config, group)
+        self._config = config
+        self._source: ExpertSource | None = None
+        if config.runs_whole:
+            loaded = load_model(config)
+            install_whole_experts(loaded.layers)
+        else:
+            loaded, self._source = load_skeleton(config)
+        self.experts: ExpertLayers | None = None
+        self._loaded, self._foresight = loaded, _foresight(config, loaded)
         self.runner = ModelRunner(loaded.model, config.kv_tokens)
-        self._tap = LayerTap(loaded.layers, self.runner.device) if self.experts is None else None
-        self.scheduler = Scheduler(self.runner.kv, max_batch_tokens=config.max_batch_tokens, max_seqs=config.max_seqs)
+        self._tap = LayerTap(loaded.layers, self.runner.device) if config.runs_whole else None
+        self.scheduler = self._new_scheduler()
         self.tokenizer = loaded.tokenizer
         self.facts = ModelFacts(
             max_model_len=_max_model_len(config, loaded, self.runner.kv.allocator.max_extent),
             vocab_size=loaded.model.get_input_embeddings().num_embeddings,  # type: ignore[arg-type]
             eos_ids=_eos_ids(loaded.model),
-            sampling_defaults=_sampling_defaults(loaded.model.generation_config),
+            sampling_defaults=sampling_defaults(loaded.model.generation_config),
         )
         self.heard = 0
         """Number of the front end's last message that arrived here; see `Control`."""
-        self.is_stopped = False
+        self.is_stopped = self.is_parting = False
+        """Whether all ranks have agreed to end, or to leave the group for another one."""
         self._num_taken = 0
         self._num_steps = self._num_idle_steps = 0
         self._busy_s = 0.0
+        if group is not None:
+            self.join(group)
+
+    def join(self, group: RankGroup, cost: CostModel | None = None) -> None:
+        """Become a rank of `group`, with nothing to run. Experts in memory that the group wants here stay there.
+
+        Args:
+            cost: what an earlier group has measured, the same on all ranks; None: it is measured now.
+
+        Raises:
+            MoelessError: sizes do not fit a group of this size, an expert cannot be read, or another rank is lost.
+        """
+        self.group = group
+        self.heard, self.is_parting = 0, False
+        for sequence in self.scheduler.running:
+            self.runner.kv.release(sequence.sequence_id)
+        self.scheduler = self._new_scheduler()
+        if self._source is not None:
+            self.experts = self._build_experts(self._source, cost)
+            self.experts.load_initial()
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What plans are priced with, once there was more than one rank to plan for."""
+        return self.experts.cost if self.experts is not None and self.group.size > 1 else None
 
     def submit(self, submission: Submission) -> None:
         """Queue a completion. Its sizes are the front end's to check (`check_submission`)."""
@@ -96,8 +134,8 @@ class Engine:
             if sequence.request_id == request_id:
                 self.scheduler.remove(sequence)
 
-    def step(self, *, stop: bool = False) -> tuple[list[Sequence], bool]:
-        """Agree with the other ranks, and run one step if any of them has work.
+    def step(self, *, stop: bool = False, part: bool = False) -> tuple[list[Sequence], bool]:
+        """Agree with the other ranks, and run one step if any of them has work and none wants to `stop` or `part`.
 
         Returns:
             The sequences that got a token or ended, and whether to sleep until the next message: no rank has work,
@@ -111,13 +149,14 @@ class Engine:
             Control(
                 has_work=int(self.scheduler.has_work),
                 stop=int(stop),
+                part=int(part),
                 time_us=now_us,
                 heard=self.heard,
                 least_heard=-self.heard,
             )
         )
-        if word.stop:
-            self.is_stopped = True
+        if word.stop or word.part:
+            self.is_stopped, self.is_parting = bool(word.stop), bool(word.part)
             return [], False
         if not word.has_work:
             behind = self.heard < word.heard
@@ -187,39 +226,46 @@ class Engine:
         self._num_idle_steps += 1
         return []
 
+    def _new_scheduler(self) -> Scheduler:
+        config = self._config
+        return Scheduler(self.runner.kv, max_batch_tokens=config.max_batch_tokens, max_seqs=config.max_seqs)
+
+    def _build_experts(self, source: ExpertSource, cost: CostModel | None) -> ExpertLayers:
+        """The expert layers for the group, over the pool of the group before if prices need not be measured in it."""
+        config, num_slots = self._config, self._config.expert_slots
+        pool = None if self.experts is None else self.experts.pool
+        if pool is not None and cost is None:
+            pool.close()
+            pool = None
+        elif pool is not None:
+            pool.stats = PoolStats()  # counts are a group's own
+        if num_slots is not None:  # a smaller group has no use for more
+            num_slots = min(num_slots, source.num_experts * self.group.size)
+        settings = ExpertSettings(
+            balancer=config.balancer,
+            cost=cost,
+            num_slots=num_slots,
+            budget_bytes=None if config.expert_memory_gb is None else round(config.expert_memory_gb * 1e9),
+            distance=self._foresight[1],
+            keep_alive_s=config.keep_alive,
+            verify=config.verify,
+        )
+        model, layers = self._loaded.model, self._loaded.layers
+        return build_expert_layers(
+            model, layers, source, self.group, settings, predictors=self._foresight[0], pool=pool
+        )
+
     def _text_stream(self, skip_special_tokens: bool) -> TextStream | None:
         if self.tokenizer is None:
             return None
         return TextStream(self.tokenizer, skip_special_tokens=skip_special_tokens)
 
 
-def _load(config: EngineConfig, group: RankGroup) -> tuple[LoadedModel, ExpertLayers | None]:
-    """The model, and its expert layers where there is something to share, predict, verify or fit into less memory."""
-    if group.size == 1 and config.predictors is None and config.expert_memory_gb is None and not config.verify:
-        return load_model(config), None
-    loaded, store = load_skeleton(config)
-    predictors: list[Predict | None] = []
-    distance = 1
-    if config.predictors is not None:
-        predictors, distance = load_foresight(Path(config.predictors), loaded, config.distance)
-    budget_bytes = None if config.expert_memory_gb is None else round(config.expert_memory_gb * 1e9)
-    experts = build_expert_layers(
-        loaded.model,
-        loaded.layers,
-        store,
-        group,
-        ExpertSettings(
-            balancer=config.balancer,
-            num_slots=config.expert_slots,
-            budget_bytes=budget_bytes,
-            distance=distance,
-            keep_alive_s=config.keep_alive,
-            verify=config.verify,
-        ),
-        predictors=predictors,
-    )
-    experts.load_initial()
-    return loaded, experts
+def _foresight(config: EngineConfig, loaded: LoadedModel) -> tuple[list[Predict | None], int]:
+    """Predictors by layer, and how far ahead they look."""
+    if config.predictors is None:
+        return [], 1
+    return load_foresight(Path(config.predictors), loaded, config.distance)
 
 
 def _max_model_len(config: EngineConfig, loaded: LoadedModel, max_extent: int) -> int:
@@ -242,12 +288,6 @@ def _eos_ids(model: Any) -> tuple[int, ...]:
     if found is None:
         found = model.config.get_text_config().eos_token_id
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)
-
-
-def _sampling_defaults(generation_config: Any) -> dict[str, float]:
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    values = {name: getattr(generation_config, name, None) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _phase(chunks: Rows[Chunk]) -> Any:

@@ -5,14 +5,13 @@ This is the only file that knows torch.distributed (gloo on CPU, NCCL on CUDA). 
 is a `LocalGroup`, which needs no store, no port and no initialisation.
 
 Every collective has a time-out: long while ranks start, short afterwards. When one fails, the ranks that notice leave
-their name in the store, and the error names those that did not.
+their name in the store, and the error names those that did not; where a front end watches the ranks it knows better.
 
 Legend: G ranks, C columns of the exchanged row, N rows sent, R rows received, H hidden.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +21,10 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
+from moeless.engine.store import Store, meet
 from moeless.errors import RankError
-
-_ROLL_CALL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Control:
     Attributes:
         has_work: 1 if any rank has tokens to run.
         stop: 1 if any rank wants all of them to end.
-        generation: count of membership changes; a higher one than one's own means a new group is to be formed.
+        part: 1 if any rank has been told to leave for another group.
         time_us: the clock of rank 0, microseconds; others pass 0. Whatever feeds a plan reads this clock only.
         heard: number of the front end's last message that arrived.
         least_heard: minus the same, so that its maximum tells the least. Ranks may sleep only when all have heard the
@@ -45,7 +43,7 @@ class Control:
 
     has_work: int = 0
     stop: int = 0
-    generation: int = 0
+    part: int = 0
     time_us: int = 0
     heard: int = 0
     least_heard: int = 0
@@ -57,6 +55,8 @@ class RankGroup(Protocol):
     rank: int
     size: int
     device: torch.device
+    is_waiting: bool
+    """Whether this rank is in a collective; for another thread to see."""
 
     def exchange(self, row_C: torch.Tensor) -> torch.Tensor:
         """Every rank's `row_C` (integers, same length everywhere) as [G, C] in CPU memory."""
@@ -89,6 +89,7 @@ class LocalGroup:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.rank, self.size, self.device = 0, 1, torch.device(device)
+        self.is_waiting = False
 
     def exchange(self, row_C: torch.Tensor) -> torch.Tensor:
         """See `RankGroup`."""
@@ -112,23 +113,27 @@ class EpGroup:
     """Ranks in as many processes, joined through a store that outlives them (see `connect`)."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, store: Store, timeout_s: float, start_timeout_s: float
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        store: Store,
+        timeout_s: float,
+        start_timeout_s: float,
+        roll_call_s: float,
     ) -> None:
         """Join; use `connect`."""
         self.rank, self.size, self.device = rank, size, device
-        self._store, self._timeout_s = store, start_timeout_s
-        self._is_open = False
-        with self._naming("joining the group"):
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            limit = timedelta(seconds=start_timeout_s)
-            device_id = device if device.type == "cuda" else None
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device_id
-            )
-            self._is_open = True
-            self._payload = dist.new_group(timeout=limit)
-            self._control = dist.new_group(backend="gloo", timeout=limit)
-        self._warm_up()
+        self.is_waiting = False
+        self._store, self._timeout_s, self._roll_call_s = store, start_timeout_s, roll_call_s
+        self._is_open = True
+        try:
+            with self._naming("joining the group"):
+                self._connect(timedelta(seconds=start_timeout_s))
+            self._warm_up()
+        except RankError:
+            self.close()
+            raise
         self._timeout_s = timeout_s
         for group in (self._payload, self._control):
             group.set_timeout(timedelta(seconds=timeout_s))
@@ -143,6 +148,8 @@ class EpGroup:
         generation: int = 0,
         timeout_s: float = 30.0,
         start_timeout_s: float = 600.0,
+        roll_call_s: float = 1.0,
+        is_called_off: Callable[[], bool] = lambda: False,
     ) -> EpGroup | LocalGroup:
         """Join generation `generation` of the group; every rank calls this with the same sizes.
 
@@ -151,14 +158,17 @@ class EpGroup:
                 survivor of any rank's death can form the next generation through it.
             timeout_s: how long a collective may take; the device's own work before it counts.
             start_timeout_s: the same while ranks are still starting.
+            roll_call_s: how long to wait, after a failure, for the others to notice too; 0 names nobody.
+            is_called_off: asked while other ranks are missing; once true, joining is given up.
 
         Raises:
-            RankError: a rank did not join in time.
+            RankError: a rank did not join in time, or joining was called off.
         """
         if size == 1:
             return LocalGroup(device)
         scoped = PrefixStore(f"generation{generation}", store)
-        return EpGroup(rank, size, torch.device(device), scoped, timeout_s, start_timeout_s)
+        meet(scoped, rank, size, start_timeout_s, is_called_off)
+        return EpGroup(rank, size, torch.device(device), scoped, timeout_s, start_timeout_s, roll_call_s)
 
     def exchange(self, row_C: torch.Tensor) -> torch.Tensor:
         """See `RankGroup`. Raises `RankError`."""
@@ -195,7 +205,21 @@ class EpGroup:
         """See `RankGroup`."""
         if self._is_open:
             self._is_open = False
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _connect(self, limit: timedelta) -> None:
+        on_cuda = self.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo",
+            store=self._store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=limit,
+            device_id=self.device if on_cuda else None,
+        )
+        self._payload = dist.new_group(timeout=limit)
+        self._control = dist.new_group(backend="gloo", timeout=limit)
 
     def _warm_up(self) -> None:
         """One collective of each kind, so that connections are made under the long time-out."""
@@ -208,54 +232,32 @@ class EpGroup:
     def _naming(self, doing: str) -> Iterator[None]:
         """Turn a failed collective into a `RankError` that names the ranks which are not there."""
         begin = time.monotonic()
+        self.is_waiting = True
         try:
             yield
         except RuntimeError as error:  # every error of torch.distributed is one
             waited_s = time.monotonic() - begin
             raise RankError(
                 f"rank {self.rank} failed at {doing} after {waited_s:.1f} s (limit {self._timeout_s:g} s): "
-                f"{self._roll_call()}; {str(error).splitlines()[0]}"
+                f"{self._roll_call()}{str(error).splitlines()[0]}"
             ) from error
+        finally:
+            self.is_waiting = False
 
     def _roll_call(self) -> str:
-        """Who else noticed the failure within a second; the others are dead or stuck."""
+        """Who else noticed the failure within a moment; the others are dead or stuck."""
+        if not self._roll_call_s:
+            return ""
         keys = {rank: f"noticed{rank}" for rank in range(self.size)}
         try:
             self._store.set(keys[self.rank], "1")
-            deadline = time.monotonic() + _ROLL_CALL_S
+            deadline = time.monotonic() + self._roll_call_s
             absent = list(keys)
             while absent and time.monotonic() < deadline:
                 absent = [rank for rank in absent if not self._store.check([keys[rank]])]
                 time.sleep(0.02)
         except RuntimeError:
-            return "the process that hosts the store is gone"
+            return "the process that hosts the store is gone; "
         if not absent:
-            return "all ranks are alive, the connection between them broke"
-        return f"no answer from rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-
-
-def host_store(host: str = "127.0.0.1", port: int = 0) -> tuple[Store, int]:
-    """A store that ranks can join at this host's address `host` and at no other, and its port (a free one for 0).
-
-    Raises:
-        RankError: the address is not this host's, or the port is taken.
-    """
-    try:  # left to itself the store listens on every address of the host
-        listener = socket.create_server((host, port), backlog=1024)
-    except OSError as error:
-        raise RankError(f"cannot host the ranks' store at {host}:{port}: {error.strerror or error}") from error
-    port = listener.getsockname()[1]
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, port
-
-
-def join_store(host: str, port: int, timeout_s: float = 600.0) -> Store:
-    """The store that another process hosts.
-
-    Raises:
-        RankError: nobody answers at `host:port` in time.
-    """
-    try:
-        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise RankError(f"no store answers at {host}:{port} within {timeout_s:g} s; is the front running?") from error
+            return "all ranks are alive, the connection between them broke; "
+        return f"no answer from rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}; "

@@ -1,7 +1,7 @@
 """The front end's engine side: takes completions in, gives their tokens out, and outlives its ranks.
 
-Requests stand in the ledger; a team of ranks works them off. When the team is lost and `--on-rank-failure restart` is
-set, a new one is started and every unfinished completion goes on where it was: its client sees a pause.
+Requests stand in the ledger; a team of ranks works them off. Whenever the team forms another group, because ranks were
+lost or because their number is to change, every unfinished completion goes on where it was: its client sees a pause.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from moeless.config.engine import EngineConfig
 from moeless.config.serve import ServeConfig
+from moeless.engine.crew import Lost
 from moeless.engine.engine import ModelFacts
 from moeless.engine.hosts import HostList
 from moeless.engine.ledger import Entry, Ledger
@@ -23,12 +23,12 @@ from moeless.engine.messages import Advanced, Progress, Record, Recorded, Statis
 from moeless.engine.prometheus import ServiceMetrics
 from moeless.engine.request import FinishReason
 from moeless.engine.submission import Submission
-from moeless.engine.supervisor import RankTeam
-from moeless.errors import CapacityError, RankError
+from moeless.engine.supervisor import Event, RankTeam, Regrouped, Working
+from moeless.errors import CapacityError, MoelessError, RankError
 
-State = Literal["loading", "ready", "recovering", "draining", "failed"]
+State = Literal["loading", "ready", "draining", "failed"]
 _MAX_LOSSES = 3
-"""Teams in a row that may be lost before a request, or the service, gives up."""
+"""Losses of ranks in a row, without a token in between, after which a request is given up."""
 _ANSWER_S = 2.0
 
 log = logging.getLogger("moeless")
@@ -42,7 +42,7 @@ class Front:
         self.config, self.metrics = config, metrics
         self.state: State = "loading"
         self.facts: ModelFacts | None = None
-        """Known once the model is loaded."""
+        """Known once the model is loaded and all ranks work."""
         self.ledger = Ledger()
         self._team: RankTeam | None = None
         self._inboxes: dict[str, asyncio.Queue[Progress]] = {}
@@ -50,8 +50,7 @@ class Front:
         """Set when all ranks have answered the last question for statistics."""
         self._unanswered: set[int] = set()
         self._recorded: asyncio.Future[Recorded] | None = None
-        self._is_stopping = False
-        self._lost_s = time.monotonic()
+        self._is_stopping = self._is_scaling = False
         self._hosts = None
         if config.rank_address is not None:
             self._hosts = HostList(config.rank_address, os.environ.get("MOELESS_RANK_KEY", ""))
@@ -62,20 +61,46 @@ class Front:
         Raises:
             MoelessError: the model can't be loaded, or ranks are lost and not to be replaced.
         """
-        num_losses = 0
-        while True:
-            team = await self._start_team()
-            try:
-                self.facts = await team.start()
-                self._welcome(team)
-                await self._work(team)
-            except RankError as error:
-                num_losses = 1 if self._team is team else num_losses + 1
-                self._team = None
-                self._lose(error, for_good=num_losses >= _MAX_LOSSES or self.config.on_rank_failure == "exit")
-            finally:
-                self._team = None
-                await team.close(kill=not self._is_stopping)
+        team = self._team = RankTeam(self.config, self._hosts)
+        try:
+            while True:
+                received = await team.receive()
+                if received is not None:
+                    self._take(*received)
+                if team.is_due and team.is_working:
+                    self._ask(team)
+                for event in team.turn():
+                    self._note(team, event)
+        except MoelessError:
+            self.state = "failed"
+            self._end_all("error")
+            raise
+        finally:
+            self._team = None
+            await team.close(kill=not self._is_stopping)
+
+    async def scale(self, num_ranks: int) -> None:
+        """Have `num_ranks` ranks from now on; returns when they work. Requests go on.
+
+        Raises:
+            CapacityError: another change is under way, or there is no room for so many.
+            RankError: it did not come to that.
+        """
+        team = self._team
+        if team is None or self.state != "ready":
+            raise RankError("ranks can be added or removed only while all is well")
+        if self._is_scaling or team.size != team.target:
+            raise CapacityError("the number of ranks is being changed already")
+        self._is_scaling, before = True, team.target
+        log.info("going from %d to %d rank(s)", before, num_ranks)
+        try:
+            team.scale(num_ranks)
+            while not (team.is_working and team.size == num_ranks):
+                await asyncio.sleep(0.02)
+                if self._team is None or team.target != num_ranks:
+                    raise RankError(f"going to {num_ranks} ranks failed; the log says why")
+        finally:
+            self._is_scaling = False
 
     def stop(self) -> None:
         """End every completion; `run`, cancelled next, will ask its ranks to end instead of killing them."""
@@ -99,7 +124,7 @@ class Front:
         Raises:
             CapacityError: too many are waiting.
         """
-        if self.ledger.num_live + len(submissions) > self.config.capacity:
+        if self.ledger.num_live + len(submissions) > self.capacity:
             self.metrics.reject("queue_full")
             raise CapacityError(f"the queue is full: {self.ledger.num_live} completions run or wait")
         inbox: asyncio.Queue[Progress] = asyncio.Queue()
@@ -116,12 +141,14 @@ class Front:
 
     async def refresh(self) -> None:
         """Bring the metrics up to date, as far as the ranks answer within a moment."""
-        if self._team is not None and self.state in ("ready", "draining"):
-            self._ask(self._team)
+        team = self._team
+        if team is None:
+            return
+        if team.is_working:
+            self._ask(team)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._fresh.wait(), _ANSWER_S)
-        since_lost_s = time.monotonic() - self._lost_s
-        self.metrics.silence_s = since_lost_s if self._team is None else self._team.silence_s()
+        self.metrics.set_ranks(team.num_joined, team.num_joining, team.silence_s())
 
     async def record(self, message: Record) -> Recorded:
         """Start, stop or write the record of rank 0, which sees what all see.
@@ -132,7 +159,7 @@ class Front:
         """
         if self._recorded is not None:
             raise CapacityError("another call for the expert distribution record is running")
-        if self._team is None:
+        if self._team is None or not self._team.is_working:
             raise RankError("no ranks are running")
         self._recorded = asyncio.get_running_loop().create_future()
         try:
@@ -145,54 +172,58 @@ class Front:
 
     def problem(self) -> str | None:
         """Why requests can't be run just now; None when all ranks work."""
-        if self.state in ("loading", "recovering", "failed") or self._team is None:
-            return {"loading": "the model is being loaded", "failed": "ranks were lost"}.get(
-                self.state, "ranks were lost and are started again"
-            )
+        if self.state in ("loading", "failed") or self._team is None:
+            return "the model is being loaded" if self.state == "loading" else "ranks were lost"
+        if self._team.is_recovering:
+            return "a rank was lost; the others take over"
         silence_s = self._team.silence_s()
         return None if silence_s < self.config.heartbeat_timeout else f"a rank is silent for {silence_s:.0f} s"
 
-    async def _start_team(self) -> RankTeam:
-        """Start all ranks, once hosts have joined with those that are not to be here."""
-        config, hosts = self.config, self._hosts
-        engine_config = EngineConfig(**config.engine_values())
-        if hosts is None:
-            return RankTeam(engine_config, config.heartbeat_timeout)
-        needed = config.ep - (config.local_ranks or 0)
-        if hosts.num_free() < needed:
-            log.info("waiting for other hosts to join at %s with %d rank(s)", config.rank_address, needed)
-        while True:
-            while hosts.num_free() < needed:
-                await asyncio.sleep(0.1)
-            try:
-                return RankTeam(engine_config, config.heartbeat_timeout, hosts, config.local_ranks)
-            except RankError as error:  # a host has gone since
-                log.warning("%s", error)
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that work."""
+        return 0 if self._team is None else self._team.num_joined
 
-    def _welcome(self, team: RankTeam) -> None:
-        """Give a new team what is unfinished."""
-        self._team = team
-        self.metrics.start_team(team.size)
+    @property
+    def capacity(self) -> int:
+        """Completions taken on at once, running and waiting."""
+        return self.config.capacity_of(self.config.ep if self._team is None else self._team.target)
+
+    def _note(self, team: RankTeam, event: Event) -> None:
+        if isinstance(event, Lost):
+            log.error("%s", event.message)
+            self.metrics.lose_rank(event.reason)
+            if self.config.on_rank_failure == "exit":
+                raise RankError(event.message)
+        elif isinstance(event, Regrouped):
+            self.metrics.start_group()
+            self._reassign(is_after_loss=event.is_after_loss)
+        elif isinstance(event, Working):
+            self._begin(team, event)
+
+    def _begin(self, team: RankTeam, event: Working) -> None:
+        """All ranks of a group work."""
+        self.facts = team.facts
+        if event.pause_s is not None:
+            self.metrics.recover(event.pause_s)
+            log.info("%d rank(s) work, %.2f s after the loss", event.size, event.pause_s)
+        else:
+            log.info("%d rank(s) work", event.size)
+        if self.state == "loading":
+            self.state = "ready"
+
+    def _reassign(self, *, is_after_loss: bool) -> None:
+        """Give the ranks of a new group what is unfinished."""
         entries = self.ledger.entries()
         for entry in entries:
             entry.rank = None
+            entry.num_losses += is_after_loss
         for entry in entries:
             if entry.num_losses >= _MAX_LOSSES:
                 self._deliver(Progress(entry.submission.request_id, entry.submission.index, None, None, "error"))
             else:
-                self._assign([entry])
-        if self.state != "draining":
-            self.state = "ready"
-        log.info("%d rank%s ready", team.size, "" if team.size == 1 else "s")
-
-    async def _work(self, team: RankTeam) -> None:
-        while True:
-            received = await team.receive()
-            if received is not None:
-                self._take(*received)
-            if team.is_due:
-                self._ask(team)
-            team.check_silence()
+                with suppress(RankError):  # noticed by `run`
+                    self._assign([entry])
 
     def _take(self, rank: int, message: ToFront) -> None:
         if isinstance(message, Advanced):
@@ -217,7 +248,7 @@ class Front:
 
     def _assign(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            if self._team is not None:
+            if self._team is not None and self._team.size:
                 entry.rank = self.ledger.least_loaded(self._team.size)
                 self._team.submit(entry.rank, entry.resumption())
 
@@ -242,20 +273,6 @@ class Front:
         if entries and self._team is not None:
             with suppress(RankError):
                 self._team.abort(request_id)
-
-    def _lose(self, error: RankError, for_good: bool) -> None:
-        """Take note of a lost team. Raises the error when nothing is to follow."""
-        self.metrics.lose_team(self.config.ep, str(error))
-        self._lost_s = time.monotonic()
-        if self.state == "loading" or for_good:
-            self.state = "failed"
-            self._end_all("error")
-            raise error
-        log.error("%s; starting the ranks again", error)
-        for entry in self.ledger.entries():
-            entry.num_losses += 1
-        if self.state != "draining":
-            self.state = "recovering"
 
     def _end_all(self, reason: FinishReason) -> None:
         for entry in self.ledger.entries():

@@ -56,6 +56,7 @@ class _Lender:
         self._socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(12))
         self._socket.connect(f"tcp://{config.address}")
         self._processes: dict[int, subprocess.Popen[str]] = {}
+        self._seats: dict[int, int] = {}
         self._offered_s = 0.0
         self._heard_s: float | None = None
         self._begin_s = time.monotonic()
@@ -89,16 +90,22 @@ class _Lender:
             log.info("joined the front end at %s with %d rank(s)", self._config.address, self._config.ranks)
         self._heard_s = time.monotonic()
         if isinstance(message, Start):
-            self._processes[message.ticket] = start_rank(
-                replace(message.order, num_threads=num_threads(self._config.ranks))
-            )
+            self._start(message)
         elif isinstance(message, Kill) and message.ticket in self._processes:
             self._processes[message.ticket].kill()
         elif isinstance(message, Refused):
             raise RankError(f"the front end at {self._config.address} refuses this host: {message.reason}")
 
+    def _start(self, message: Start) -> None:
+        """On a seat that is free here; the front end's numbers run over all hosts."""
+        seat = min(set(range(len(self._seats) + 1)) - set(self._seats.values()))
+        order = replace(message.order, seat=seat, num_threads=num_threads(self._config.ranks))
+        self._processes[message.ticket] = start_rank(order)
+        self._seats[message.ticket] = seat
+
     def _forget(self, ticket: int) -> None:
         process = self._processes.pop(ticket)
+        del self._seats[ticket]
         if process.stdin is not None:
             process.stdin.close()
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,12 +22,14 @@ from moeless import errors
 from moeless.config.engine import EngineConfig
 from moeless.engine.channel import FrontChannel
 from moeless.engine.engine import ModelFacts
-from moeless.engine.ep import EpGroup, RankGroup, host_store, join_store
+from moeless.engine.ep import EpGroup, RankGroup
 from moeless.engine.hosts import HostList, RemoteRank
-from moeless.engine.messages import Failed, Numbered, Ready, Stop, ToFront, ToRank, Wake
+from moeless.engine.messages import Broken, Failed, Form, Formed, Loaded, Numbered, Pulse, Stop, ToFront, ToRank, Wake
 from moeless.engine.rank import rank_device
 from moeless.engine.rank_order import RankOrder
+from moeless.engine.store import host_store, join_store
 from moeless.errors import MoelessError, RankError, UsageError
+from moeless.policy.cost import CostModel
 
 _POLL_S = 0.2
 _STOP_S = 5.0
@@ -86,63 +88,82 @@ def join_torchrun(config: EngineConfig, place: TorchrunPlace) -> tuple[EngineCon
 
 
 class RankProcesses:
-    """A group of rank processes on this host, and maybe on others, and the line to each."""
+    """Rank processes of this host, and maybe of others, the line to each, and the group that some of them form.
 
-    def __init__(self, config: EngineConfig, hosts: HostList | None = None, num_local: int | None = None) -> None:
-        """Start `config.ep` ranks; each says `Ready` when it has loaded the model (see `wait_ready`).
+    A process has a *member* number for life, given in the order of starting. Its *rank* is its place in the present
+    group: `ranks` has the members of ranks 0, 1, ... Each group is one generation.
+    """
+
+    def __init__(self, hosts: HostList | None = None) -> None:
+        """Start nothing yet. `hosts` are those that may be asked to start ranks."""
+        self.ranks: list[int] = []
+        self.generation = 0
+        self.processes: dict[int, subprocess.Popen[str] | RemoteRank] = {}
+        self._hosts = hosts
+        self._number = self._num_started = 0
+        self._dying: list[subprocess.Popen[str] | RemoteRank] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="moeless-")  # only this user may enter it
+        self._host = "127.0.0.1" if hosts is None else hosts.host
+        here = f"ipc://{Path(self._folder.name) / 'ranks'}"
+        self.channel = FrontChannel(here if hosts is None else f"tcp://{self._host}:*")
+        self._store, self._port = host_store(self._host)
+
+    def start(self, config: EngineConfig, *, seat: int, num_local: int, is_remote: bool = False) -> int:
+        """Start a process that loads the model and says `Loaded`; its member number.
 
         Args:
-            hosts: where ranks from number `num_local` on are started; None: all are started here.
+            seat: a number that no other living process has; picks its accelerator.
+            num_local: ranks that share this host.
+            is_remote: have another host start it.
 
         Raises:
-            RankError: the hosts have no room for a rank.
+            RankError: no other host has room.
         """
-        self.size = config.ep
-        self._config = config
-        self._number = 0
-        self.is_ready = False
-        """To be set when all ranks are, if not by `wait_ready`; then they are asked to end before they are killed."""
-        self._folder = tempfile.TemporaryDirectory(prefix="moeless-")  # only this user may enter it
-        host = "127.0.0.1" if hosts is None else hosts.host
-        here = f"ipc://{Path(self._folder.name) / 'ranks'}"
-        self.channel = FrontChannel(here if hosts is None else f"tcp://{host}:*")
-        self._store, port = host_store(host)
-        self._processes: list[subprocess.Popen[str] | RemoteRank] = []
-        try:
-            for rank in range(self.size):
-                order = RankOrder(
-                    config=asdict(config),
-                    rank=rank,
-                    size=self.size,
-                    store_host=host,
-                    store_port=port,
-                    channel=self.channel.address,
-                    num_threads=num_threads(self.size if num_local is None else num_local),
-                )
-                is_local = hosts is None or rank < (num_local or 0)
-                self._processes.append(start_rank(order) if is_local or hosts is None else hosts.start(order))
-        except BaseException:
-            self.close()
-            raise
+        order = RankOrder(
+            config=asdict(config),
+            member=self._num_started,
+            seat=seat,
+            store_host=self._host,
+            store_port=self._port,
+            channel=self.channel.address,
+            num_threads=num_threads(num_local),
+        )
+        assert self._hosts is not None or not is_remote, "there are no other hosts"
+        process = self._hosts.start(order) if is_remote and self._hosts is not None else start_rank(order)
+        self.processes[order.member] = process
+        self._num_started += 1
+        return order.member
 
-    def wait_ready(self) -> ModelFacts:
-        """Wait until all ranks have loaded the model.
+    def form(self, members: Sequence[int], cost: CostModel | None = None) -> None:
+        """Have `members`, which have loaded the model, form the next group; other ranks of the present one end."""
+        leaving = [member for member in self.ranks if member not in members and member in self.processes]
+        self.ranks, self._number = list(members), 0
+        self.generation += 1
+        for member in leaving:
+            with suppress(RankError):
+                self.channel.send(member, Form(self.generation, None, len(members)))
+        for rank, member in enumerate(members):
+            with suppress(RankError):  # it has died since, which shows
+                self.channel.send(member, Form(self.generation, rank, len(members), cost))
+
+    def start_group(self, config: EngineConfig) -> ModelFacts:
+        """Start `config.ep` ranks on this host and wait until they are a group.
 
         Raises:
             MoelessError: what went wrong on a rank; none is left running.
         """
-        facts: dict[int, ModelFacts] = {}
-        deadline = time.monotonic() + self._config.start_timeout
         try:
-            while len(facts) < self.size:
-                rank, message = self.receive(max(0.1, deadline - time.monotonic()))
-                if isinstance(message, Ready):
-                    facts[rank] = message.facts
+            for seat in range(config.ep):
+                self.start(config, seat=seat, num_local=config.ep)
+            loaded = self._await_all(Loaded, config.start_timeout)
+            self.form(sorted(self.processes))
+            self._await_all(Formed, config.start_timeout)
         except BaseException:
-            self.close()
+            self.close(kill=True)
             raise
-        self.is_ready = True
-        return facts[0]
+        facts = loaded[0]
+        assert isinstance(facts, Loaded), "that is what was waited for"
+        return facts.facts
 
     def send(self, rank: int, make: Callable[[int], Numbered]) -> None:
         """Send what `make` gives for the next number to `rank`, and wake the others.
@@ -151,8 +172,8 @@ class RankProcesses:
             RankError: a rank is gone.
         """
         self._number += 1
-        for other in range(self.size):
-            self.channel.send(other, make(self._number) if other == rank else Wake(self._number))  # type: ignore[arg-type]
+        for other, member in enumerate(self.ranks):
+            self.channel.send(member, make(self._number) if other == rank else Wake(self._number))  # type: ignore[arg-type]
 
     def broadcast(self, make: Callable[[int], Numbered]) -> None:
         """Send what `make` gives for the next number to all ranks. Raises `RankError`."""
@@ -161,36 +182,65 @@ class RankProcesses:
 
     def tell_all(self, message: ToRank) -> None:
         """Send a message to all ranks as it is. Raises `RankError`."""
-        for rank in range(self.size):
-            self.channel.send(rank, message)
+        for member in self.ranks:
+            self.channel.send(member, message)
 
     def receive(self, timeout_s: float = 600.0) -> tuple[int, ToFront]:
-        """The next message and the rank it is from.
+        """The next message and the member it is from, where any loss is the end.
 
         Raises:
             MoelessError: a rank failed, died, or nothing came in time.
         """
         deadline = time.monotonic() + timeout_s
+        broken = ""
         while time.monotonic() < deadline:
             received = self.channel.receive(_POLL_S)
             if received is None:
-                self.check_alive()
+                self._check_alive()
+                if broken:  # and nobody has died since
+                    raise RankError(broken)
             elif isinstance(received[1], Failed):
                 raise error_of(received[0], received[1])
-            else:
+            elif isinstance(received[1], Broken):
+                broken = received[1].message
+                if received[1].error != RankError.__name__:
+                    raise error_of(received[0], Failed(received[1].error, broken))
+            elif not isinstance(received[1], Pulse):
                 return received
         raise RankError(f"no rank said anything for {timeout_s:g} s")
 
-    def close(self) -> None:
-        """End all ranks: asked first, killed if they don't; safe to call twice."""
-        if all(process.poll() is None for process in self._processes) and self.is_ready:
+    def how_ended(self, member: int) -> str | None:
+        """How a process has ended; None while it runs."""
+        code = self.processes[member].poll()
+        if code is None:
+            return None
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def kill(self, member: int) -> None:
+        """End a process at once, if it has not ended, and forget it."""
+        process = self.processes.pop(member)
+        process.kill()
+        self._dying.append(process)
+        self.reap()
+
+    def reap(self) -> None:
+        """Release what killed processes have left."""
+        for process in [process for process in self._dying if process.poll() is not None]:
+            self._dying.remove(process)
+            if process.stdin is not None:
+                process.stdin.close()
+
+    def close(self, *, kill: bool = False) -> None:
+        """End all processes: asked first, if they are a group and not to be killed; safe to call twice."""
+        asked = not kill and all(process.poll() is None for process in self.processes.values())
+        if asked:
             with suppress(RankError):
                 self.broadcast(Stop)
-        else:
-            for process in self._processes:
-                process.kill()
+        for member in list(self.processes):
+            if not asked or member not in self.ranks:
+                self.kill(member)
         deadline = time.monotonic() + _STOP_S
-        for process in self._processes:
+        for process in [*self._dying, *self.processes.values()]:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -201,13 +251,20 @@ class RankProcesses:
         self.channel.close()
         self._folder.cleanup()
 
-    def check_alive(self) -> None:
-        """Raises `RankError` when a rank's process has ended."""
-        for rank, process in enumerate(self._processes):
-            code = process.poll()
-            if code is not None:
-                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                raise RankError(f"rank {rank} died ({how}); see its output above")
+    def _await_all(self, kind: type[Loaded | Formed], timeout_s: float) -> dict[int, ToFront]:
+        found: dict[int, ToFront] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(found) < len(self.processes):
+            member, message = self.receive(max(0.1, deadline - time.monotonic()))
+            if isinstance(message, kind):
+                found[member] = message
+        return found
+
+    def _check_alive(self) -> None:
+        """Raises `RankError` when a process has ended."""
+        for member in self.processes:
+            if (how := self.how_ended(member)) is not None:
+                raise RankError(f"rank {member} died ({how}); see its output above")
 
 
 def num_threads(num_ranks: int) -> int:
@@ -234,9 +291,9 @@ def start_rank(order: RankOrder) -> subprocess.Popen[str]:
     return process
 
 
-def error_of(rank: int, failed: Failed) -> MoelessError:
-    """The error that a rank reported, of the same class where it is a user's to read."""
+def error_of(member: int, failed: Failed) -> MoelessError:
+    """The error that a rank process reported, of the same class where it is a user's to read."""
     kind = getattr(errors, failed.error, None) if failed.error else None
     if isinstance(kind, type) and issubclass(kind, MoelessError):
         return kind(failed.message)
-    return RankError(f"rank {rank} failed:\n{failed.message}")
+    return RankError(f"rank process {member} failed:\n{failed.message}")

@@ -9,6 +9,7 @@ import msgspec
 from moeless.engine.engine import ModelFacts
 from moeless.engine.request import CompletionOutput, FinishReason, TokenLogprobs
 from moeless.engine.submission import Submission
+from moeless.policy.cost import CostModel
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -44,6 +45,20 @@ class Stop(Numbered, frozen=True):
     """End the process; goes to all ranks."""
 
 
+class Form(Message, frozen=True):
+    """Leave the group there is, together with its other ranks if they still answer, and be a rank of the next one.
+
+    Everything sent before is for the group before: what it ran is forgotten here, and sent again by the front end.
+    """
+
+    generation: int
+    rank: int | None
+    """None: be no rank any more; the process ends."""
+    size: int
+    cost: CostModel | None = None
+    """What plans are priced with, once a group has measured it."""
+
+
 class AskStatistics(Message, frozen=True):
     """Answer with `Statistics`; doesn't wake the group."""
 
@@ -56,10 +71,33 @@ class Record(Message, frozen=True):
     path: str = ""
 
 
-class Ready(Message, frozen=True):
-    """The rank has loaded the model and waits for work."""
+class Loaded(Message, frozen=True):
+    """The process has loaded the model and waits for a group to join."""
 
     facts: ModelFacts
+
+
+class Formed(Message, frozen=True):
+    """The rank has joined its group and takes work; all it sends from here on is of this generation."""
+
+    generation: int
+    cost: CostModel | None
+
+
+class Broken(Message, frozen=True):
+    """The group does not work, as far as this rank can see; it has kept the model and waits for the next `Form`."""
+
+    generation: int
+    error: str
+    """Name of a class in `moeless.errors`; another than `RankError` tells that the group could not be formed at all."""
+    message: str
+
+
+class Pulse(Message, frozen=True):
+    """The process runs; sent by a thread of its own, whatever the rank is at."""
+
+    is_waiting: bool
+    """Whether the rank waits for other ranks."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -110,5 +148,5 @@ class Failed(Message, frozen=True):
     message: str
 
 
-ToRank = Submit | Abort | Wake | Stop | AskStatistics | Record
-ToFront = Ready | Advanced | Statistics | Recorded | Failed
+ToRank = Submit | Abort | Wake | Stop | Form | AskStatistics | Record
+ToFront = Loaded | Formed | Broken | Pulse | Advanced | Statistics | Recorded | Failed

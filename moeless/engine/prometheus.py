@@ -1,7 +1,7 @@
 """The service's metrics, in one registry of the front end, whichever ranks they come from.
 
 Serving metrics carry vLLM's names, units and buckets after `moeless:`, so that dashboards need only another prefix.
-Ranks send running sums; differences are added here, so counters go on ascending when ranks are started again.
+Ranks send running sums; differences are added here, so counters go on ascending when ranks come and go.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ class ServiceMetrics:
         self._success = self._counter("request_success", "Completions that ended, by reason.", "finished_reason")
         self._rejections = self._counter("admission_rejections", "Requests answered 503, by reason.", "reason")
         self._preemptions = self._counter("num_preemptions", "Sequences that gave up their key-value cache.")
-        self._failures = self._counter("rank_failures", "Times that the ranks were lost, by reason.", "reason")
-        self._timeouts = self._counter("collective_timeouts", "Losses in which ranks waited for another in vain.")
+        self._failures = self._counter("rank_failures", "Ranks that were lost, by reason.", "reason")
 
     def _make_gauges(self) -> None:
         self._running = self._gauge("num_requests_running", "Sequences in a rank's batch.", "engine")
         self._waiting = self._gauge("num_requests_waiting", "Sequences that wait on a rank.", "engine")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Used over all token slots of a rank, 0 to 1.", "engine")
-        self._ranks = self._gauge("ep_ranks", "Ranks of the group.", "state")
+        self._ranks = self._gauge("ep_ranks", "Ranks that work, and processes that are to be ranks.", "state")
         self._age = self._gauge(
             "last_step_age_seconds",
             "Seconds since the quietest rank's last word, which comes after every step and about once a second, or "
@@ -70,6 +69,9 @@ class ServiceMetrics:
         self._decode = self._histogram("request_decode_time_seconds", "Last token minus first token.", _REQUEST_S)
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a completion.", _TOKENS)
         self._length = self._histogram("request_generation_tokens", "Tokens made for a completion.", _TOKENS)
+        self._recovery = self._histogram(
+            "recovery_seconds", "From the notice that a rank was lost until a group of ranks works again.", _REQUEST_S
+        )
         self._step = self._histogram("iteration_tokens", "Tokens of a rank's step that made any.", _STEP_TOKENS)
 
     def render(self) -> bytes:
@@ -109,20 +111,26 @@ class ServiceMetrics:
             if len(entry.made) > 1:
                 self._tpot.labels(self._model).observe((now_s - entry.first_s) / (len(entry.made) - 1))
 
-    def start_team(self, num_ranks: int) -> None:
-        """Ranks have started, with their sums at zero."""
+    def start_group(self) -> None:
+        """Another group of ranks begins, with its sums at zero."""
         self._sums.clear()
         self.experts.start_team()
-        self._ranks.labels(self._model, "alive").set(num_ranks)
-        self._ranks.labels(self._model, "joining").set(0)
+        for gauge in (self._running, self._waiting, self._kv_usage):
+            gauge.clear()
 
-    def lose_team(self, num_ranks: int, error: str) -> None:
-        """The ranks are gone."""
-        self._ranks.labels(self._model, "alive").set(0)
-        self._ranks.labels(self._model, "joining").set(num_ranks)
-        died, silent = "died" in error, "said nothing" in error
-        self._failures.labels(self._model, "death" if died else "silence" if silent else "error").inc()
-        self._timeouts.labels(self._model).inc("no answer from" in error)
+    def set_ranks(self, num_alive: int, num_joining: int, silence_s: float) -> None:
+        """How many work and are to work, and how long the quietest one has been silent."""
+        self._ranks.labels(self._model, "alive").set(num_alive)
+        self._ranks.labels(self._model, "joining").set(num_joining)
+        self.silence_s = silence_s
+
+    def lose_rank(self, reason: str) -> None:
+        """A rank is gone."""
+        self._failures.labels(self._model, reason).inc()
+
+    def recover(self, pause_s: float) -> None:
+        """A group works again."""
+        self._recovery.labels(self._model).observe(pause_s)
 
     def update_rank(self, rank: int, values: dict[str, Any]) -> None:
         """Take in a rank's statistics."""

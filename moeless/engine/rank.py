@@ -1,7 +1,8 @@
 """The process of one rank: `python -m moeless.engine.rank`, started by `launch.RankProcesses`.
 
-Its order comes as one JSON line on stdin, which the starter then keeps open: when that ends, the starter is gone and so
-is this process.
+It loads the model, and then is a rank of one group after the other, as the starter says (`Form`): when a group breaks,
+because another rank was lost, this one keeps its weights and waits for the next. Its order comes as one JSON line on
+stdin, which the starter then keeps open: when that ends, the starter is gone and so is this process.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from pathlib import Path
 import torch
 
 from moeless.config.engine import EngineConfig
-from moeless.engine.channel import RankChannel
+from moeless.engine.channel import RankChannel, start_pulse
 from moeless.engine.engine import Engine
-from moeless.engine.ep import EpGroup, join_store
+from moeless.engine.ep import EpGroup, RankGroup
 from moeless.engine.messages import (
     Abort,
     Advanced,
     AskStatistics,
+    Broken,
     Failed,
+    Form,
+    Formed,
+    Loaded,
     Numbered,
     Progress,
-    Ready,
     Record,
     Recorded,
     Statistics,
@@ -37,22 +41,31 @@ from moeless.engine.messages import (
 )
 from moeless.engine.rank_order import RankOrder
 from moeless.engine.sequence import Sequence
+from moeless.engine.store import Store, join_store
 from moeless.engine.traffic import Traffic
-from moeless.errors import MoelessError
+from moeless.errors import CapacityError, MoelessError, RankError, UsageError
 from moeless.models.checkpoint import pick_device
+
+_JOIN_S = 10.0
+"""Joining takes this long at least before it is given up; ranks that do are ready for it, so it takes moments."""
 
 
 def serve_rank(engine: Engine, channel: RankChannel) -> None:
-    """Take messages and step until told to stop."""
+    """Take messages and step until told to stop, or to leave the group for another.
+
+    Raises:
+        RankError: another rank did not take part.
+    """
     asleep, stop, heard_asleep = False, False, 0
-    while not engine.is_stopped:
+    while not engine.is_stopped and not engine.is_parting:
         for message in channel.receive(wait=asleep and engine.heard == heard_asleep):
             _take(engine, channel, message)
             stop |= isinstance(message, Stop)
-        if asleep and engine.heard == heard_asleep:
+        part = channel.has_form()
+        if asleep and engine.heard == heard_asleep and not part:
             continue
         num_run = engine.runner.num_tokens_run
-        advanced, asleep = engine.step(stop=stop)
+        advanced, asleep = engine.step(stop=stop, part=part)
         heard_asleep = engine.heard
         if advanced:
             num_tokens = engine.runner.num_tokens_run - num_run
@@ -108,20 +121,49 @@ def rank_device(config: EngineConfig, local_rank: int) -> EngineConfig:
 
 
 def _run(order: RankOrder, channel: RankChannel) -> None:
-    config = rank_device(EngineConfig(**order.config), order.rank)
+    config = rank_device(EngineConfig(**order.config), order.seat)
     torch.set_num_threads(order.num_threads)
-    group = EpGroup.connect(
-        join_store(order.store_host, order.store_port, config.start_timeout),
-        rank=order.rank,
-        size=order.size,
-        device=config.device,
-        timeout_s=config.step_timeout,
-        start_timeout_s=config.start_timeout,
-    )
-    engine = Engine(config, group)
-    channel.send(Ready(engine.facts))
-    serve_rank(engine, channel)
+    store = join_store(order.store_host, order.store_port, config.start_timeout)
+    engine = Engine(config)
+    channel.send(Loaded(engine.facts))
+    place = _Place(config, store, channel)
+    start_pulse(order.channel, order.member, lambda: place.group is not None and place.group.is_waiting)
+    while (form := channel.take_form()) is not None and form.rank is not None:
+        try:
+            engine.join(place.take(form), form.cost)
+            channel.send(Formed(form.generation, engine.cost))
+            serve_rank(engine, channel)
+        except (RankError, CapacityError, UsageError) as error:  # the sizes of this group may be what does not fit
+            channel.send(Broken(form.generation, type(error).__name__, str(error)))
+        if engine.is_stopped:
+            break
     engine.close()
+
+
+class _Place:
+    """Where this process stands: the group it is a rank of, or was until that broke."""
+
+    def __init__(self, config: EngineConfig, store: Store, channel: RankChannel) -> None:
+        self.group: RankGroup | None = None
+        self._config, self._store, self._channel = config, store, channel
+
+    def take(self, form: Form) -> RankGroup:
+        """Leave the group there is and join the one that `form` tells of. Raises `RankError`."""
+        assert form.rank is not None, "who is to be no rank does not come here"
+        if self.group is not None:
+            self.group.close()
+        self.group = EpGroup.connect(
+            self._store,
+            rank=form.rank,
+            size=form.size,
+            device=self._config.device,
+            generation=form.generation,
+            timeout_s=self._config.step_timeout,
+            start_timeout_s=max(self._config.step_timeout, _JOIN_S),
+            roll_call_s=0.0,  # the front end sees who is gone
+            is_called_off=self._channel.has_form,
+        )
+        return self.group
 
 
 def _end_with_starter() -> None:
@@ -133,7 +175,7 @@ def main() -> None:
     """Read the order, be that rank, and say so when it fails."""
     order = RankOrder(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_starter, daemon=True).start()
-    with RankChannel(order.channel, order.rank) as channel:
+    with RankChannel(order.channel, order.member) as channel:
         try:
             _run(order, channel)
         except MoelessError as error:

@@ -11,8 +11,10 @@ class RankOrder:
     """What a rank process is to be."""
 
     config: dict[str, Any]
-    rank: int
-    size: int
+    member: int
+    """Its number for life, and its name on the channel."""
+    seat: int
+    """Which accelerator of its host it takes."""
     store_host: str
     store_port: int
     channel: str

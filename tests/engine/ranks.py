@@ -14,7 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from moeless.engine.ep import EpGroup, host_store, join_store
+from moeless.engine.ep import EpGroup
+from moeless.engine.store import host_store, join_store
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "transformers", "tests.engine.work"])

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from moeless.engine.ep import Control, EpGroup, LocalGroup, all_to_all, host_store, join_store
+from moeless.engine.ep import Control, EpGroup, LocalGroup, all_to_all
+from moeless.engine.store import host_store, join_store
 from moeless.errors import RankError
 from tests.engine import work
 from tests.engine.ranks import RankPool
@@ -18,7 +19,7 @@ from tests.engine.ranks import RankPool
 def test_ranks_hear_each_other(ranks: RankPool, size: int) -> None:
     for rank, said in enumerate(ranks.run(work.talk, size)):
         assert said["table"] == [[g] * 3 for g in range(size)]
-        assert said["word"] == Control(has_work=1, stop=0, generation=size - 1, time_us=7)
+        assert said["word"] == Control(has_work=1, stop=0, part=size - 1, time_us=7)
         assert said["got"] == [10.0 * g + rank for g in range(size) for _ in range(said["receive"][g])]
 
 

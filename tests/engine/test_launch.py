@@ -44,7 +44,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
 
 
 def process_ids(llm: LLM) -> list[int]:
-    return [process.pid for process in llm._backend._ranks._processes]  # type: ignore[attr-defined]
+    return [process.pid for process in llm._backend._ranks.processes.values()]  # type: ignore[attr-defined]
 
 
 def cpu_s(process_id: int) -> float:
@@ -90,7 +90,7 @@ def test_a_starter_that_dies_takes_its_ranks_along(checkpoint: Path) -> None:
     code = (
         "import os, sys; from moeless import LLM\n"
         f"llm = LLM({str(checkpoint)!r}, ep=2, kv_tokens=256)\n"
-        "print(*[p.pid for p in llm._backend._ranks._processes], flush=True); os.kill(os.getpid(), 9)"
+        "print(*[p.pid for p in llm._backend._ranks.processes.values()], flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=120, stdout=subprocess.PIPE, text=True)
     ids = [int(word) for word in done.stdout.split()]
@@ -103,7 +103,7 @@ def test_a_starter_that_dies_takes_its_ranks_along(checkpoint: Path) -> None:
 
 def test_what_goes_wrong_on_a_rank_reaches_the_user(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
-        RankProcesses(EngineConfig(model=str(checkpoint / "nothing"), ep=2)).wait_ready()
+        RankProcesses().start_group(EngineConfig(model=str(checkpoint / "nothing"), ep=2))
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ import torch
 
 from moeless.config.model import ModelConfig
 from moeless.engine.dispatch import combine, dispatch, plan_route
-from moeless.engine.ep import Control, EpGroup, RankGroup, all_to_all, join_store
+from moeless.engine.ep import Control, EpGroup, RankGroup, all_to_all
 from moeless.engine.expert_layers import ExpertLayers, ExpertSettings, build_expert_layers
+from moeless.engine.store import join_store
 from moeless.errors import CheckpointError, RankError
 from moeless.models.expert_store import ExpertStore, expert_bytes
 from moeless.models.weights import load_skeleton
@@ -31,7 +32,7 @@ def talk(group: RankGroup) -> dict[str, Any]:
     """Every collective once, with uneven and empty parts."""
     rank, size = group.rank, group.size
     table = group.exchange(torch.full((3,), rank, dtype=torch.int32))
-    word = group.control(Control(has_work=rank == 1, generation=rank, time_us=7 if rank == 0 else 0))
+    word = group.control(Control(has_work=rank == 1, part=rank, time_us=7 if rank == 0 else 0))
     send = [(rank + to) % 3 for to in range(size)]
     receive = [(source + rank) % 3 for source in range(size)]
     rows = torch.cat([torch.full((n, 2), float(10 * rank + to)) for to, n in enumerate(send)])

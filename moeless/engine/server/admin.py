@@ -11,7 +11,7 @@ import moeless
 from moeless.engine.messages import Record
 from moeless.engine.server.errors import ApiError
 from moeless.engine.server.logprobs import token_text
-from moeless.engine.server.schemas import DetokenizeBody, TokenizeBody
+from moeless.engine.server.schemas import DetokenizeBody, ScaleBody, TokenizeBody
 from moeless.engine.server.service import Service
 from moeless.errors import CapacityError, RankError
 
@@ -21,9 +21,9 @@ _RETRY_S = 5
 def health(service: Service) -> Response:
     """200 when every rank has given a sign of life lately. Raises `ApiError` 503."""
     if (problem := service.front.problem()) is not None:
-        code = {"loading": "loading", "recovering": "rescaling"}.get(service.front.state, "engine_dead")
+        code = {"loading": "loading", "failed": "engine_dead"}.get(service.front.state, "rescaling")
         raise ApiError(503, problem, code=code, retry_after_s=_RETRY_S)
-    return JSONResponse({"status": "ok", "ranks": service.config.ep})
+    return JSONResponse({"status": "ok", "ranks": service.front.num_ranks})
 
 
 def ready(service: Service) -> Response:
@@ -88,6 +88,23 @@ async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
     if bad is not None:
         raise ApiError(400, f"token id {bad} is outside the vocabulary of {facts.vocab_size}", param="tokens")
     return {"prompt": await prompts.decode(body.tokens)}
+
+
+async def scale(service: Service, body: ScaleBody) -> dict[str, Any]:
+    """Have another number of ranks; answers when they work. Requests go on meanwhile.
+
+    Raises:
+        ApiError: 409 when there is no room for so many or another change is under way; 503 when it failed.
+    """
+    service.require_ready(None)
+    begin_s = time.monotonic()
+    try:
+        await service.front.scale(body.ep)
+    except CapacityError as error:
+        raise ApiError(409, str(error), param="ep", code="cannot_scale") from None
+    except RankError as error:
+        raise ApiError(503, str(error), param="ep", code="rescaling", retry_after_s=_RETRY_S) from None
+    return {"status": "ok", "ep": body.ep, "seconds": round(time.monotonic() - begin_s, 3)}
 
 
 async def record(service: Service, action: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from moeless.engine.server import admin
 from moeless.engine.server.chat import answer_chat
 from moeless.engine.server.completions import answer_completion
 from moeless.engine.server.errors import install_error_handlers
-from moeless.engine.server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from moeless.engine.server.schemas import ChatBody, CompletionBody, DetokenizeBody, ScaleBody, TokenizeBody
 from moeless.engine.server.service import Service
 
 
@@ -67,6 +67,10 @@ def _add_admin(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         return await admin.metrics(service)
+
+    @app.post("/scale")
+    async def scale(body: ScaleBody) -> dict[str, Any]:
+        return await admin.scale(service, body)
 
     @app.post("/{action}_expert_distribution_record")
     async def record(action: Literal["start", "stop", "dump"]) -> dict[str, Any]:

@@ -105,6 +105,12 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
 
+class ScaleBody(Body):
+    """`POST /scale`."""
+
+    ep: int = Field(ge=1, le=1_024)
+
+
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 

@@ -80,8 +80,8 @@ class Service:
             for seed in [secrets.randbits(63) if params.seed is None else params.seed]
             for j in range(params.n)
         ]
-        if len(submissions) > self.config.capacity:
-            message = f"{len(submissions)} completions are more than the server takes at once, {self.config.capacity}"
+        if len(submissions) > self.front.capacity:
+            message = f"{len(submissions)} completions are more than the server takes at once, {self.front.capacity}"
             raise ApiError(400, message, param="n" if params.n > 1 else param)
         stack = ExitStack()
         try:

@@ -17,7 +17,7 @@ from moeless.config.join import JoinConfig
 from moeless.config.serve import ServeConfig
 from moeless.engine.hosts import HostList, Offer, Refused
 from moeless.errors import UsageError
-from tests.engine.server.running import RunningServer
+from tests.engine.server.running import RunningServer, wait_for
 from tests.engine.server.test_server_life import Stream, text_of
 
 
@@ -63,7 +63,7 @@ def test_a_rank_of_another_host_serves_and_is_replaced(
                 os.kill(host.pid, signal.SIGKILL)
                 with joined(address, tmp_path, "shared") as second:
                     assert [stream.finish() for stream in streams] == [expected, expected]
-                    assert client.get("/health").json() == {"status": "ok", "ranks": 2}
+                    wait_for(lambda: client.get("/health").json() == {"status": "ok", "ranks": 2}, 60)
                     assert server.stop() == 0
                     second.send_signal(signal.SIGTERM)
                     assert second.wait(30) == 130
