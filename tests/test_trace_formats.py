@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,47 @@ def test_unknown_formats_and_a_number_without_effect(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--num-experts has no effect"):
         read_trace(tmp_path / "t.safetensors", 2)
     assert isinstance(read_trace(tmp_path / "t.safetensors"), LoadTrace)
+
+
+@pytest.mark.parametrize("name", ["a.npz", "b.npz", "c.npy", "t.safetensors", "x.csv", "j.jsonl", "p.json"])
+def test_damage_is_harmless_or_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Flipped, lost and zeroed bytes of each format: nothing but a `DataError` of one line ever comes of it."""
+    path, ids = tmp_path / name, skewed_ids(20)
+    json_ids = [{"layer": i, "token_idx": t, "experts": e} for t, x in enumerate(ids.tolist()) for i, e in enumerate(x)]
+    writers = {
+        "a.npz": lambda: np.savez(path, experts=ids, offsets=np.array([0, 7, 20])),
+        "b.npz": lambda: np.savez_compressed(path, experts=ids),
+        "c.npy": lambda: np.save(path, ids),
+        "t.safetensors": lambda: save_trace(path, make_loads(np.ones((4, 3, 8), int), name="t")),
+        "x.csv": lambda: path.write_text("layer,expert,count\n" + "".join(f"{i % 3},{i},{i}\n" for i in range(8))),
+        "j.jsonl": lambda: path.write_text("\n".join(map(json.dumps, json_ids))),
+        "p.json": lambda: path.write_text('{"a": {"expert_popularity": [[1, 2], [3, 4]]}}'),
+    }
+    writers[name]()
+    read_trace(path)
+    pristine, rng, messages = path.read_bytes(), random.Random(name), []
+    for number in range(240):
+        damaged, at = bytearray(pristine), rng.randrange(len(pristine))
+        if number % 3 == 0:
+            damaged[at:] = b""
+        elif number % 3 == 1:
+            damaged[at : at + 8] = bytes(8)
+        else:
+            damaged[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            read_trace(path)
+        except DataError as error:
+            messages.append(str(error))
+    assert messages
+    assert not [message for message in messages if "\n" in message or name not in message]
+
+
+def test_an_archive_is_not_an_array(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", experts=skewed_ids(9))
+    (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    with pytest.raises(DataError, match="not a single array"):
+        read_trace(tmp_path / "a.npy")
 
 
 def test_plan_files_round_trip(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from moeless.errors import UsageError
+from moeless.errors import CheckpointError, UsageError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 100
@@ -84,6 +84,18 @@ class SamplingParams:
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise UsageError(f"{name} has token id {token}, the vocabulary has 0 to {vocab_size - 1}")
+
+
+def sampling_defaults(generation_config: Any) -> dict[str, float]:
+    """Parameters that a checkpoint sets for requests that do not. Raises `CheckpointError` for ones nobody may have."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    values = {name: getattr(generation_config, name, None) for name in names}
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        SamplingParams(**given)
+    except (UsageError, TypeError) as error:
+        raise CheckpointError(f"generation_config.json cannot be used: {error}") from error
+    return given
 
 
 def _require(name: str, value: float, minimum: float, maximum: float = math.inf) -> None:

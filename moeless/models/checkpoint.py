@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from moeless.config.model import ModelConfig
 from moeless.errors import CheckpointError, UnsupportedModelError, UsageError
+from moeless.models.checkpoint_index import CheckpointIndex
 from moeless.models.family import MoeLayer, find_moe_layers
-from moeless.models.shards import read_json_file, tensor_files
+from moeless.models.shards import read_json_file
+from moeless.models.soundness import check_layers, check_settings, check_template, check_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +47,9 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """
     source = resolve_source(config.model)
     hf_config = load_config(config)
+    skeleton = check_family(hf_config, config.trust_remote_code)
     if isinstance(source, Path):
-        tensor_files(source)
-    check_family(hf_config, config.trust_remote_code)
+        check_weights(CheckpointIndex(source, skeleton), skeleton)
     dtype, placement = _dtype(config, hf_config), _placement(config)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -57,8 +60,10 @@ def load_model(config: ModelConfig) -> LoadedModel:
             **placement,
             **_hub_options(config),
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"cannot load {config.model!r}: {_first_line(error)}") from error
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        fits = "ignore_mismatched_sizes" not in str(error)
+        reason = _one_line(error) if fits else "its weights have other sizes than config.json says"
+        raise CheckpointError(f"cannot load {config.model!r}: {reason}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
@@ -103,16 +108,22 @@ def load_config(config: ModelConfig) -> PreTrainedConfig:
                 f"{config.model!r} brings its own code (auto_map in config.json); give --trust-remote-code to run it"
             )
     try:
-        return AutoConfig.from_pretrained(source, **_hub_options(config))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"cannot read the configuration of {config.model!r}: {_first_line(error)}") from error
+        hf_config = AutoConfig.from_pretrained(source, **_hub_options(config))
+    except Exception as error:  # each family checks its values in its own way
+        raise CheckpointError(f"cannot read the configuration of {config.model!r}: {_one_line(error)}") from error
+    check_settings(source if isinstance(source, Path) else None, hf_config)
+    return hf_config
 
 
-def check_family(hf_config: PreTrainedConfig, trust_remote_code: bool = False) -> None:
+def check_family(hf_config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """Refuse what cannot work, before any weight is read.
+
+    Returns:
+        The model on the meta device.
 
     Raises:
         UnsupportedModelError: quantised, dense, not a causal language model, or a refused family.
+        CheckpointError: values from which no model can be built.
     """
     quantised = getattr(hf_config, "quantization_config", None)
     if quantised:
@@ -127,7 +138,10 @@ def check_family(hf_config: PreTrainedConfig, trust_remote_code: bool = False) -
         raise UnsupportedModelError(
             f"{hf_config.model_type!r} is not a causal language model transformers knows: {_first_line(error)}"
         ) from error
-    find_moe_layers(skeleton)
+    except Exception as error:  # whatever a family's constructor trips over
+        raise CheckpointError(f"config.json does not make a {hf_config.model_type!r} model: {error!r}") from error
+    check_layers(find_moe_layers(skeleton))
+    return skeleton
 
 
 def load_tokenizer(config: ModelConfig) -> Any | None:
@@ -139,11 +153,13 @@ def load_tokenizer(config: ModelConfig) -> Any | None:
             raise CheckpointError(f"--tokenizer {config.tokenizer!r} has no tokenizer files")
         return None
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             source, local_files_only=isinstance(source, Path), trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # tokenizers raises bare Exception for a damaged file
         raise CheckpointError(f"cannot read the tokenizer of {str(source)!r}: {_first_line(error)}") from error
+    check_template(tokenizer, str(source))
+    return tokenizer
 
 
 def config_hash(hf_config: PreTrainedConfig) -> str:
@@ -196,6 +212,10 @@ def _hub_options(config: ModelConfig) -> dict[str, Any]:
         "trust_remote_code": config.trust_remote_code,
         **({"revision": config.revision} if config.revision else {}),
     }
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _first_line(error: BaseException) -> str:

@@ -80,6 +80,7 @@ class ExpertStore:
                 )
             for name in self.shapes:
                 self._check(f"{layer.experts_name}.{name}")
+        self._check_shapes()
 
     def read_into(self, layer: int, expert: int, out: Weights) -> None:
         """See `ExpertSource`. Raises `CheckpointError` when the files have changed or can't be read."""
@@ -87,6 +88,8 @@ class ExpertStore:
             for name, target in out.items():
                 offset = 0
                 for piece in self._pieces(f"{self._names[layer]}.{name}", expert):
+                    if piece.shape[1:] != target.shape[1:]:
+                        raise ValueError(f"{name} has rows of {list(piece.shape[1:])}, not {list(target.shape[1:])}")
                     target.narrow(0, offset, piece.shape[0]).copy_(piece)
                     offset += piece.shape[0]
                 if offset != target.shape[0]:
@@ -139,6 +142,15 @@ class ExpertStore:
             converter.add_tensor(parameter, key, str(pattern), value)
         converted = next(iter(converter.convert(parameter, model=self._model, config=self._model.config).values()))
         return (converted[0] if isinstance(converted, list) else converted)[0]
+
+    def _check_shapes(self) -> None:
+        """Raise `CheckpointError` unless one expert fits its slot; all others' tensors are like its own."""
+        for name, pieces in self.views(0, 0).items():
+            made = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+            if made != self.shapes[name]:
+                raise CheckpointError(
+                    f"{name!r} of an expert has the shape {list(made)} where config.json says {list(self.shapes[name])}"
+                )
 
     def _check(self, parameter: str) -> None:
         """Raise `CheckpointError` unless every expert's tensors are there."""

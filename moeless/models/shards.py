@@ -7,6 +7,7 @@ never read.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from moeless.errors import CheckpointError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
+_BITS = {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16}
+_BITS |= {"U16": 16, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8}
+_BITS |= {"F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
@@ -76,7 +80,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         try:
             header = json.loads(file.read(header_bytes))
             header.pop("__metadata__", None)
-            expected = 8 + header_bytes + max((t["data_offsets"][1] for t in header.values()), default=0)
+            expected = 8 + header_bytes + _data_bytes(header)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"checkpoint shard {str(path)!r} is damaged: bad header; download it again"
@@ -87,3 +91,15 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             f"{num_bytes:,} bytes where its header says {expected:,}; download it again"
         )
     return dict(header)
+
+
+def _data_bytes(header: dict[str, dict[str, Any]]) -> int:
+    """Bytes behind the header. Raises `ValueError` unless tensors lie end to end, each of the size of its shape."""
+    end = 0
+    for tensor in sorted(header.values(), key=lambda t: t["data_offsets"]):
+        start, stop = tensor["data_offsets"]
+        num_bits = math.prod(tensor["shape"]) * _BITS[tensor["dtype"]]
+        if start != end or 8 * (stop - start) != num_bits or min([0, *tensor["shape"]]) < 0:
+            raise ValueError(tensor)
+        end = stop
+    return end

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -29,6 +30,7 @@ from moeless.models.checkpoint import (
 from moeless.models.checkpoint_index import CheckpointIndex
 from moeless.models.expert_store import ExpertStore
 from moeless.models.family import MoeLayer, find_moe_layers
+from moeless.models.soundness import check_weights
 
 
 def load_skeleton(config: ModelConfig) -> tuple[LoadedModel, ExpertStore]:
@@ -52,6 +54,7 @@ def load_skeleton(config: ModelConfig) -> tuple[LoadedModel, ExpertStore]:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
     layers = find_moe_layers(model)
     index = CheckpointIndex(folder, model)
+    check_weights(index, model)
     store = ExpertStore(index, model, layers, dtype)
     _load_rest(model, index, _take_out_experts(layers), dtype, config.model)
     model.eval().requires_grad_(False).to(device)
@@ -86,8 +89,11 @@ def _load_rest(
     load_config = LoadStateDictConfig(
         weight_mapping=index.mapping, dtype=dtype, dtype_plan=model._get_dtype_plan(dtype)
     )
-    info, _ = convert_and_load_state_dict_in_model(model, kept, load_config)
-    info = model._finalize_model_loading(model, load_config, info)
+    try:
+        info, _ = convert_and_load_state_dict_in_model(model, kept, load_config)
+        info = model._finalize_model_loading(model, load_config, info)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"cannot load {name!r}: {' '.join(str(error).split())[:300]}") from error
     if info.missing_keys:
         missing = sorted(info.missing_keys)
         raise CheckpointError(f"{name!r} lacks {len(missing)} weights of its architecture, first {missing[0]!r}")

@@ -5,7 +5,6 @@ No array of objects is ever loaded, so reading a file cannot run code.
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +41,24 @@ def read_npz(path: Path, num_experts: int | None) -> Routes | LoadTrace:
 def read_npy(path: Path, num_experts: int | None) -> Routes:
     """vLLM's `routed_experts` of one request or several laid end to end: integers [tokens, layers, k]."""
     try:
-        ids = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with path.open("rb") as file:  # opened here, as numpy leaves it open when it fails
+            ids = np.load(file, allow_pickle=False)
+    except Exception as error:  # numpy parses a header as Python, and fails in many ways
         raise DataError(f"{path}: cannot be read as a numpy array ({error})") from error
+    if not isinstance(ids, np.ndarray):
+        raise DataError(f"{path}: not a single array; an archive of arrays is named .npz")
     return make_routes(ids, name=path.name, phase="mixed", num_experts=num_experts)
 
 
 def _load(path: Path) -> dict[str, NDArray[Any]]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {key: archive[key] for key in archive.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files}
+    except Exception as error:  # zipfile, zlib and numpy each have errors of their own
         raise DataError(f"{path}: cannot be read as an .npz archive of plain arrays ({error})") from error
+    if other := [key for key, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise DataError(f"{path}: {other[0]!r} in it is not an array")
+    return arrays
 
 
 def _read_sequences(path: Path, arrays: dict[str, NDArray[Any]], num_experts: int | None) -> Routes:

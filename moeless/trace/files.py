@@ -74,7 +74,10 @@ def load_trace(path: Path) -> LoadTrace:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: the trace's header cannot be read ({error})") from error
     fields: dict[str, Any] = {_ARRAYS[key][0]: array for key, array in arrays.items() if key in _ARRAYS}
-    return LoadTrace(**fields, name=name, metadata=extra, notes=notes)
+    try:
+        return LoadTrace(**fields, name=name, metadata=extra, notes=notes)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,24 @@ def test_damage_is_named(folder: Path) -> None:
     description.unlink()
     with pytest.raises(CheckpointError, match=r"has no predictors\.json"):
         read_predictors(folder)
+
+
+@pytest.mark.parametrize("name", [TENSORS, DESCRIPTION])
+def test_any_flipped_bit_is_harmless_or_refused(folder: Path, name: str) -> None:
+    """The tensors have a hash, so only the description can be changed without notice, where nothing depends on it."""
+    model = tiny_model("mixtral")
+    layers = find_moe_layers(model)
+    pristine, rng, messages = (folder / name).read_bytes(), random.Random(name), []
+    for _ in range(60):
+        damaged = bytearray(pristine)
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        (folder / name).write_bytes(damaged)
+        try:
+            PredictorSet.load(folder, model=model, layers=layers)
+        except CheckpointError as error:
+            messages.append(str(error))
+    assert len(messages) == 60 if name == TENSORS else messages
+    assert not any("\n" in message for message in messages)
 
 
 def test_all_layers_of_the_tiny_model_are_covered() -> None:
