@@ -73,7 +73,6 @@ def describe_experts(before: Scrape, after: Scrape, samples: list[Scrape]) -> di
     rank_tokens_LG = _table(gains(before, after, "rank_tokens_total"), "layer", "rank")
     expert_tokens_LE = _table(gains(before, after, "expert_tokens_total"), "layer", "expert")
     num_layers_run = total(before, after, "moe_layer_forward_seconds_count") or 0.0
-    seconds = total(before, after, "moe_layer_forward_seconds_sum") or 0.0
     return {
         "balancedness": _gauge(samples, "balancedness", stage="observed"),
         "balancedness_static": _gauge(samples, "balancedness", stage="static"),
@@ -86,7 +85,8 @@ def describe_experts(before: Scrape, after: Scrape, samples: list[Scrape]) -> di
         "cv_of_sums": float(np.mean(coefficient_of_variation(expert_tokens_LE))) if expert_tokens_LE.size else None,
         "expert_tokens": float(rank_tokens_LG.sum()),
         "num_layer_forwards": num_layers_run,
-        "layer_forward_ms": 1e3 * seconds / num_layers_run if num_layers_run else None,
+        "layer_forward_ms": _mean_ms(before, after, "moe_layer_forward_seconds"),
+        "straggler_ms": _mean_ms(before, after, "straggler_wait_seconds"),
         "stage_ms": _stages_ms(before, after, num_layers_run * rank_tokens_LG.shape[1]),
         "billed_gb_s": total(before, after, "cost_gb_seconds_total", component="billed"),
         "resident_gb_s": total(before, after, "cost_gb_seconds_total", component="resident"),
@@ -113,6 +113,12 @@ def total(before: Scrape, after: Scrape, name: str, **labels: str) -> float | No
     """The sum of `gains`; None for a counter that the server does not have."""
     found = gains(before, after, name, **labels)
     return sum(found.values()) if found else None
+
+
+def _mean_ms(before: Scrape, after: Scrape, name: str) -> float | None:
+    """The mean of what a histogram of seconds has gained, in ms."""
+    count = total(before, after, f"{name}_count")
+    return 1e3 * (total(before, after, f"{name}_sum") or 0.0) / count if count else None
 
 
 def _table(values: dict[Labels, float], row: str, column: str) -> NDArray[np.float64]:

@@ -28,6 +28,7 @@ _EXPERTS = (
     ("CV over replicas", "cv_after_scaling", 3),
     ("replicas a layer", "replicas_per_layer", 1),
     ("expert layer, ms", "layer_forward_ms", 3),
+    ("wait for slowest rank, ms", "straggler_ms", 3),
     ("billed GB·s", "billed_gb_s", 3),
     ("resident GB·s", "resident_gb_s", 3),
     ("warm starts", "warm", 0),

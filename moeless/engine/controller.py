@@ -1,19 +1,20 @@
 """Decides, layer by layer, where experts are and who computes which tokens; the same on every rank.
 
-At layer l a rank contributes one row of integers: its true counts for l, its predicted counts for layer l+d, and the
-states of its slots of l. From all rows together each rank computes the split of l (over the replicas that are ready)
-and the plan of l+d (whose loads start at once, in the background) without any further word. Layers before d are planned
-at the start of the step, from history.
+At layer l a rank contributes one row of integers: its true counts for l, its predicted counts for layer l+d, the states
+of its slots of l, and how long its experts took in the layer that ran before. From all rows together each rank computes
+the split of l (over the replicas that are ready) and the plan of l+d (whose loads start at once, in the background)
+without any further word. Layers before d are planned at the start of the step, from history.
 
 A layer's plan is made from its prediction; without one, from the loads seen before; without those it stays static. If
 planning fails, the last good placement goes on serving.
 
-Legend: T tokens, K experts a token, E experts, G ranks, C = 3E columns of the exchanged row, d prediction distance.
+Legend: T tokens, K experts a token, E experts, G ranks, C = 3E + 1 columns of the exchanged row, d prediction distance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class ExpertController:
         """
         num_layers, self.num_experts, self.num_ranks = residency.held_LEG.shape
         self.meters = Meters()
-        self.traffic = Traffic(num_layers, self.num_experts, self.num_ranks, rank)
+        self.traffic = Traffic(num_layers, self.num_experts, self.num_ranks, rank, distance)
         self.lossy = balancer.config.lossy
         self.iteration = -1
         self._balancer, self._residency, self._pool, self._rank = balancer, residency, pool, rank
@@ -72,6 +73,7 @@ class ExpertController:
         self._recorder = recorder
         self._now_us = self._expired_us = 0
         self._placements = [balancer.initial(layer) for layer in range(num_layers)]
+        self._last_run: tuple[int, float] | None = None
         self._planned_from: list[Ints | None] = [None] * num_layers
         self._predicted: list[Ints | None] = [None] * num_layers
         self._foreseen: dict[int, Ints] = {}
@@ -123,14 +125,17 @@ class ExpertController:
     def announce(self, layer: int, x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
         """This rank's row [C] for the exchange of `layer`."""
         num_experts = self.num_experts
-        row_C = torch.zeros(3 * num_experts, dtype=torch.int32, device=ids_TK.device)
+        row_C = torch.zeros(3 * num_experts + 1, dtype=torch.int32, device=ids_TK.device)
         row_C[:num_experts] = torch.bincount(ids_TK.reshape(-1), minlength=num_experts)
         target = layer + self._distance
         predictor = self._predictors[target] if target < len(self._placements) else None
         if predictor is not None and len(x_TH):
+            begin_s = time.perf_counter()
             predicted = predictor(x_TH).reshape(-1)
             row_C[num_experts : 2 * num_experts] = torch.bincount(predicted, minlength=num_experts)
-        row_C[2 * num_experts :] = torch.from_numpy(self._pool.states(layer))
+            self.traffic.predictor.note(time.perf_counter() - begin_s)
+        row_C[2 * num_experts : 3 * num_experts] = torch.from_numpy(self._pool.states(layer))
+        row_C[3 * num_experts] = round(self._last_run[1] * 1e6) if self._last_run is not None else 0
         return row_C
 
     def settle(self, layer: int, table_GC: torch.Tensor) -> tuple[Ints, Ints]:
@@ -141,7 +146,10 @@ class ExpertController:
         """
         num_experts, target = self.num_experts, layer + self._distance
         table = table_GC.numpy().astype(np.int64)
-        counts_GE, states_GE = table[:, :num_experts], table[:, 2 * num_experts :]
+        counts_GE, states_GE = table[:, :num_experts], table[:, 2 * num_experts : 3 * num_experts]
+        if self._last_run is not None:
+            compute_s_G = table[:, 3 * num_experts] * 1e-6
+            self.traffic.straggler[self._last_run[0]].note(float(compute_s_G.max() - compute_s_G.mean()))
         if target < len(self._placements) and self._predictors[target] is not None:
             self._predicted[target] = table[:, num_experts : 2 * num_experts].sum(0)
         for expert, rank in self._residency.confirm(layer, states_GE):
@@ -162,11 +170,12 @@ class ExpertController:
         if layer + self._distance < len(self._placements):
             self._plan(layer + self._distance, busy=layer)
 
-    def end_layer(self, layer: int, layer_s: float) -> None:
-        """Bill the replicas of `layer` that were live for its own time."""
+    def end_layer(self, layer: int, layer_s: float, stage_s: Mapping[str, float]) -> None:
+        """Bill the replicas of `layer` that were live for its own time, of which the stages took `stage_s`."""
         live = int(np.count_nonzero(self._ready_EG))
         self.meters.layers_run += 1
-        self.traffic.note_time(layer, layer_s)
+        self.traffic.note_time(layer, layer_s, stage_s)
+        self._last_run = layer, stage_s["compute"]
         self.meters.plan_age_sum += self.iteration - self._planned_at[layer]
         self.meters.billed_gb_s += billed_gbs(live, layer_s * 1e6, self._pool.expert_bytes)
 
@@ -199,7 +208,9 @@ class ExpertController:
             self._carry_out([eviction] if eviction else [])
             if admitted:
                 if rank == self._rank:
+                    begin_s = time.perf_counter()
                     self._pool.load_now(layer, expert)
+                    self.traffic.cold_start.note(time.perf_counter() - begin_s)
                 return rank
         raise CapacityError(f"no rank has a slot for expert {expert} of MoE layer {layer}; give more expert memory")
 

@@ -14,9 +14,10 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moeless.engine.traffic import LAYER_BUCKETS_S
+from moeless.engine.durations import LAYER_BUCKETS_S, STAGE_BUCKETS_S
+from moeless.engine.traffic import PARTS
 
-_SUMS = ("tokens", "rank_tokens", "times", "times_s")
+_SUMS = ("tokens", "rank_tokens", "layer_s", "straggler_s", *(f"{name}_s" for name in PARTS))
 _PREFIX = "moeless:"
 
 
@@ -73,6 +74,7 @@ class ExpertMetrics(Collector):
         """Called on a scrape."""
         if self._totals:
             yield from self._traffic()
+            yield from self._times()
             yield from self._shapes()
         if self._meters:
             yield from self._starts()
@@ -86,22 +88,40 @@ class ExpertMetrics(Collector):
             yield _table(_counter("expert_tokens", help, "layer", "expert"), tokens_LE)
         help = "Token-expert pairs computed on a rank."
         yield _table(_counter("rank_tokens", help, "layer", "rank"), rank_tokens_LG)
+
+    def _times(self) -> Iterator[Metric]:
         help = "Time of an expert layer on rank 0, from the exchange to the combined result."
-        times = HistogramMetricFamily(f"{_PREFIX}moe_layer_forward_seconds", help, labels=["layer"])
-        for layer, counts_B in enumerate(self._totals["times"]):
-            bounds = [*(f"{bound:g}" for bound in LAYER_BUCKETS_S), "+Inf"]
-            cumulative = list(zip(bounds, np.cumsum(counts_B).tolist(), strict=True))
-            times.add_metric([str(layer)], cumulative, float(self._totals["times_s"][layer]))
-        yield times
+        yield self._by_layer("moe_layer_forward_seconds", help, "layer_s", LAYER_BUCKETS_S)
+        help = "Longest minus mean time of all ranks in a layer's experts: what the mean rank waits for a straggler."
+        yield self._by_layer("straggler_wait_seconds", help, "straggler_s", STAGE_BUCKETS_S)
+        help = (
+            "Time of rank 0 in a layer's all-to-all, waiting for slower ranks included; dispatch: rows to experts, "
+            "less the planning done meanwhile; combine: results back, weighted sum included."
+        )
+        family = _histogram("alltoall_seconds", help, "op")
+        for op in ("dispatch", "combine"):
+            _add_times(family, [op], self._totals[f"{op}_s"][0], STAGE_BUCKETS_S)
+        yield family
+        parts = {
+            "plan": ("plan_seconds", "Time of rank 0 in a layer for its split and the plan of the layer ahead."),
+            "predictor": ("predictor_seconds", "Time of rank 0 for one layer's prediction and its counts."),
+            "cold_start": ("expert_cold_start_seconds", "Time of rank 0 for an expert that its layer waited for."),
+        }
+        for part, (name, help) in parts.items():
+            family = _histogram(name, help)
+            _add_times(family, [], self._totals[f"{part}_s"][0], STAGE_BUCKETS_S)
+            yield family
 
     def _shapes(self) -> Iterator[Metric]:
         gauges = self._gauges
         help = (
-            "Largest over mean token-expert pairs of a rank in the last step, 1 is even; static: by contiguous homes."
+            "Largest over mean token-expert pairs of a rank in the last step, 1 is even; static: had experts been laid "
+            "out contiguously; planned: of predicted pairs, divided evenly over ready replicas."
         )
         balance = GaugeMetricFamily(f"{_PREFIX}balancedness", help, labels=["layer", "stage"])
         _add_layers(balance, "observed", gauges["balancedness"])
         _add_layers(balance, "static", gauges["balancedness_static"])
+        _add_layers(balance, "planned", gauges["balancedness_planned"])
         yield balance
         help = "Standard deviation over mean of the loads above 0 in the last step: of experts, then of replicas."
         variation = GaugeMetricFamily(f"{_PREFIX}expert_load_cv", help, labels=["layer", "stage"])
@@ -118,10 +138,8 @@ class ExpertMetrics(Collector):
             family.add_metric([str(layer)], count)
         yield family
         help = "1 - half the L1 distance of predicted and true load shares in the last step; layers with a prediction."
-        accuracy = GaugeMetricFamily(f"{_PREFIX}predictor_accuracy", help, labels=["layer"])
-        for layer, value in enumerate(gauges["accuracy"]):
-            if value is not None:
-                accuracy.add_metric([str(layer)], value)
+        accuracy = GaugeMetricFamily(f"{_PREFIX}predictor_accuracy", help, labels=["layer", "distance"])
+        _add_layers(accuracy, str(gauges["distance"]), gauges["accuracy"])
         yield accuracy
 
     def _starts(self) -> Iterator[Metric]:
@@ -170,6 +188,12 @@ class ExpertMetrics(Collector):
         help = "Executions of expert layers that could not be verified, as an expert could not be read."
         yield self._by_rank("verify_unreadable", help, "verify_unreadable")
 
+    def _by_layer(self, name: str, help: str, key: str, bounds_s: Sequence[float]) -> Metric:
+        family = _histogram(name, help, "layer")
+        for layer, row in enumerate(self._totals[key]):
+            _add_times(family, [str(layer)], row, bounds_s)
+        return family
+
     def _sum(self, name: str) -> float:
         return sum(value for (_, key), value in self._meters.items() if key == name)
 
@@ -190,6 +214,16 @@ def _counter(name: str, help: str, *labels: str) -> CounterMetricFamily:
     return CounterMetricFamily(_PREFIX + name, help, labels=labels)
 
 
+def _histogram(name: str, help: str, *labels: str) -> HistogramMetricFamily:
+    return HistogramMetricFamily(_PREFIX + name, help, labels=labels)
+
+
+def _add_times(family: HistogramMetricFamily, labels: list[str], row: np.ndarray, bounds_s: Sequence[float]) -> None:
+    """A sample from `Durations.report`."""
+    bounds = [*(f"{bound:g}" for bound in bounds_s), "+Inf"]
+    family.add_metric(labels, list(zip(bounds, np.cumsum(row[:-1]).tolist(), strict=True)), float(row[-1]))
+
+
 def _table(family: Any, values: np.ndarray) -> Metric:
     """One sample a cell, labelled by row and column."""
     for row, cells in enumerate(values.tolist()):
@@ -199,6 +233,8 @@ def _table(family: Any, values: np.ndarray) -> Metric:
     return metric
 
 
-def _add_layers(family: GaugeMetricFamily, stage: str, values: Sequence[float]) -> None:
+def _add_layers(family: GaugeMetricFamily, second: str, values: Sequence[float | None]) -> None:
+    """A sample a layer that has a value, with the second label's value."""
     for layer, value in enumerate(values):
-        family.add_metric([str(layer), stage], value)
+        if value is not None:
+            family.add_metric([str(layer), second], value)

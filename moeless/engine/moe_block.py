@@ -26,15 +26,17 @@ STAGES = ("exchange", "plan", "dispatch", "compute", "combine")
 
 
 class StageTimer:
-    """Seconds of each stage since the last `reset`, by the clock it is given."""
+    """Seconds of each stage, by the clock it is given: `seconds` since the last `reset`, `laps` since the `start`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._last = 0.0
         self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.laps = dict.fromkeys(STAGES, 0.0)
 
     def start(self) -> float:
         """Begin the first stage; the clock's time."""
+        self.laps = dict.fromkeys(STAGES, 0.0)
         self._last = self._clock()
         return self._last
 
@@ -42,6 +44,7 @@ class StageTimer:
         """End a stage and begin the next; the clock's time."""
         now = self._clock()
         self.seconds[stage] += now - self._last
+        self.laps[stage] += now - self._last
         self._last = now
         return now
 
@@ -93,7 +96,7 @@ class MoeBlock:
         timer.lap("compute")
         out_TH = combine(y_RH, weights_TK, route, self.group)
         end_s = timer.lap("combine")
-        controller.end_layer(self.layer, end_s - begin_s)
+        controller.end_layer(self.layer, end_s - begin_s, timer.laps)
         if self.verifier is not None and self.verifier.is_due(controller.iteration, self.layer):
             self.verifier.check(controller.iteration, self.layer, x_TH, ids_TK, weights_TK, out_TH)
         return out_TH.view(hidden.shape)

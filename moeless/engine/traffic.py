@@ -3,18 +3,19 @@
 Sums are kept for the life of the process, so whoever reads them twice can take differences. All ranks see the same
 counts; times are a rank's own.
 
-Legend: L MoE layers, E experts, G ranks, B time buckets.
+Legend: L MoE layers, E experts, G ranks.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moeless.engine.durations import LAYER_BUCKETS_S, Durations
 from moeless.errors import DataError
 from moeless.metrics import load_accuracy
 from moeless.trace.files import save_trace
@@ -23,27 +24,37 @@ from moeless.trace.routes import Phase
 
 Ints = NDArray[np.integer]
 
-LAYER_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.04, 0.08, 0.16, 0.64, 2.5)
-"""Upper bounds of the layer times' histogram; one more bucket holds what is above."""
+PARTS = ("dispatch", "combine", "plan", "predictor", "cold_start")
+"""Times that are not told apart by layer."""
 
 
 class Traffic:
-    """See the module's head."""
+    """See the module's head.
 
-    def __init__(self, num_layers: int, num_experts: int, num_ranks: int, rank: int = 0) -> None:
-        """Start with nothing seen, on rank `rank`."""
+    Attributes:
+        layer: times of each layer on this rank, from the exchange to the combined result.
+        straggler: for each layer, the slowest rank's time in its experts minus the mean of all ranks.
+        dispatch, combine, plan: times of these stages in a layer on this rank.
+        predictor: times of single predictions on this rank.
+        cold_start: times that this rank loaded an expert while its layer waited.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, num_ranks: int, rank: int = 0, distance: int = 1) -> None:
+        """Start with nothing seen, on rank `rank`; predictions are for `distance` layers ahead."""
         self.num_layers, self.num_experts, self.num_ranks = num_layers, num_experts, num_ranks
         self.tokens_LE = np.zeros((num_layers, num_experts), np.int64)
         """Assignments to each expert: a token counts once for each of its k experts."""
         self.rank_tokens_LG = np.zeros((num_layers, num_ranks), np.int64)
         """The same by the rank that computed them."""
-        self.times_LB = np.zeros((num_layers, len(LAYER_BUCKETS_S) + 1), np.int64)
-        self.times_s_L = np.zeros(num_layers)
+        self.layer = [Durations(LAYER_BUCKETS_S) for _ in range(num_layers)]
+        self.straggler = [Durations() for _ in range(num_layers)]
+        self.dispatch, self.combine, self.plan = Durations(), Durations(), Durations()
+        self.predictor, self.cold_start = Durations(), Durations()
         self._last_LE = np.zeros((num_layers, num_experts), np.int64)
         self._last_shares_LEG = np.zeros((num_layers, num_experts, num_ranks), np.int64)
         self._last_ready_LEG = np.zeros((num_layers, num_experts, num_ranks), bool)
         self._last_predicted: list[Ints | None] = [None] * num_layers
-        self._rank, self._top_k = rank, 0
+        self._rank, self._distance, self._top_k = rank, distance, 0
         self._sources_G = np.zeros(num_ranks, np.int64)
         self._recorder: Recorder | None = None
         self._stopped: Recorder | None = None
@@ -62,10 +73,12 @@ class Traffic:
         if self._recorder is not None:
             self._recorder.record_layer(layer, counts_GE, ready_EG, predicted_E)
 
-    def note_time(self, layer: int, seconds: float) -> None:
-        """Take in how long a layer took on this rank."""
-        self.times_LB[layer, bisect_left(LAYER_BUCKETS_S, seconds)] += 1
-        self.times_s_L[layer] += seconds
+    def note_time(self, layer: int, seconds: float, stage_s: Mapping[str, float]) -> None:
+        """Take in how long a layer took on this rank, and its stages."""
+        self.layer[layer].note(seconds)
+        self.dispatch.note(stage_s["dispatch"])
+        self.combine.note(stage_s["combine"])
+        self.plan.note(stage_s["plan"])
 
     def end_iteration(self, *, phase: Phase, num_tokens: int, duration_s: float) -> None:
         """Close a step that had `num_tokens` tokens on this rank."""
@@ -127,10 +140,15 @@ class Traffic:
         return {
             "balancedness": _max_over_mean(per_rank_LG),
             "balancedness_static": _max_over_mean(static_LG),
+            "balancedness_planned": [
+                None if predicted is None or not predicted.any() else _planned(predicted, ready_EG)
+                for predicted, ready_EG in zip(self._last_predicted, self._last_ready_LEG, strict=True)
+            ],
             "cv_before": [_variation(row) for row in loads_LE],
             "cv_after": [_variation(row) for row in parts_LN],
             "replicas": self._last_ready_LEG.sum(2).tolist(),
             "accuracy": accuracy,
+            "distance": self._distance,
         }
 
     def report(self) -> dict[str, Any]:
@@ -138,13 +156,20 @@ class Traffic:
         return {
             "tokens": self.tokens_LE.tolist(),
             "rank_tokens": self.rank_tokens_LG.tolist(),
-            "times": self.times_LB.tolist(),
-            "times_s": self.times_s_L.tolist(),
+            "layer_s": [times.report() for times in self.layer],
+            "straggler_s": [times.report() for times in self.straggler],
+            **{f"{name}_s": [getattr(self, name).report()] for name in PARTS},
             **self.gauges(),
         }
 
 
-def _max_over_mean(loads_LG: Ints) -> list[float]:
+def _planned(predicted_E: Ints, ready_EG: NDArray[np.bool_]) -> float:
+    """Max over mean rank load, were predicted tokens what came and were they divided evenly over ready replicas."""
+    loads_G = (predicted_E / np.maximum(1, ready_EG.sum(1))) @ ready_EG
+    return _max_over_mean(loads_G[None])[0] if loads_G.any() else 1.0
+
+
+def _max_over_mean(loads_LG: NDArray[Any]) -> list[float]:
     """The largest rank load over the mean, 1 is even; 1 also for no load."""
     means = loads_LG.mean(1)
     return np.divide(loads_LG.max(1), means, out=np.ones(len(means)), where=means > 0).tolist()

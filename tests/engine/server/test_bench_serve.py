@@ -175,7 +175,7 @@ def test_balancers_get_the_same_requests(demo_model: Path, prompts: Path, tmp_pa
     assert static["moe"]["expert_tokens"] == ours["moe"]["expert_tokens"] == tokens
     for row in (static, ours):
         experts = row["moe"]
-        assert experts["layer_forward_ms"] > 0
+        assert experts["layer_forward_ms"] > experts["straggler_ms"] > 0
         assert experts["billed_gb_s"] > 0
         assert experts["resident_gb_s"] > 0
         assert experts["warm"] > 0

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeless.engine.durations import LAYER_BUCKETS_S
 from moeless.engine.expert_metrics import ExpertMetrics
-from moeless.engine.traffic import LAYER_BUCKETS_S, Traffic
+from moeless.engine.traffic import Traffic
 from moeless.errors import DataError
 from moeless.trace.files import load_trace
 
@@ -24,7 +25,8 @@ def steps(traffic: Traffic, seed: int, num_steps: int = 3) -> np.ndarray:
             shares_EG = np.stack([counts_GE.sum(0), np.zeros(NUM_EXPERTS, int)], axis=1)
             shares_EG[0] = counts_GE[:, 0]  # the hot expert has a replica on the other rank
             traffic.note(layer, counts_GE, shares_EG, shares_EG > 0, None)
-            traffic.note_time(layer, 0.0035)
+            traffic.note_time(layer, 0.0035, {"plan": 0.00015, "dispatch": 0.001, "combine": 0.003, "compute": 0.0})
+            traffic.straggler[layer].note(0.0004)
             total_LE[layer] += counts_GE.sum(0)
         traffic.end_iteration(phase="decode", num_tokens=10, duration_s=0.1)
     return total_LE
@@ -54,13 +56,21 @@ def test_totals_ascend_over_generations_of_ranks() -> None:
     assert times["0", "0.002"] == 0
     assert times["0", "0.004"] == times["0", "+Inf"] == 18
     assert len(times) == NUM_LAYERS * (len(LAYER_BUCKETS_S) + 1)
+    straggler = value(metrics, "straggler_wait_seconds_bucket")
+    assert (straggler["1", "0.0002"], straggler["1", "0.0005"]) == (0, 18)
+    assert value(metrics, "straggler_wait_seconds_sum")["1",] == pytest.approx(18 * 0.0004)
+    assert value(metrics, "alltoall_seconds_sum")["combine",] == pytest.approx(18 * NUM_LAYERS * 0.003)
+    plans = value(metrics, "plan_seconds_bucket")
+    assert (plans["0.0001",], plans["0.0002",], plans["+Inf",]) == (0, 36, 36)
+    assert value(metrics, "predictor_seconds_count") == {(): 0}
+    assert value(metrics, "expert_cold_start_seconds_count") == {(): 0}
 
 
 def test_gauges_equal_their_definitions() -> None:
     traffic = Traffic(1, NUM_EXPERTS, NUM_RANKS)
     counts_GE = np.array([[12, 2, 0, 2], [8, 0, 4, 4]])
     shares_EG = np.array([[10, 10], [2, 0], [0, 4], [0, 6]])
-    traffic.note(0, counts_GE, shares_EG, shares_EG > 0, np.array([16, 4, 4, 8]))
+    traffic.note(0, counts_GE, shares_EG, shares_EG > 0, np.array([14, 6, 4, 8]))
     gauges = traffic.gauges()
     assert gauges["balancedness"] == [pytest.approx(20 / 16)]
     assert gauges["balancedness_static"] == [pytest.approx(22 / 16)]
@@ -68,7 +78,8 @@ def test_gauges_equal_their_definitions() -> None:
     assert gauges["cv_before"] == [pytest.approx(loads.std() / loads.mean())]
     assert gauges["cv_after"] == [pytest.approx(parts.std() / parts.mean())]
     assert gauges["replicas"] == [[2, 1, 1, 1]]
-    assert gauges["accuracy"] == [pytest.approx(1 - 0.5 * (4 + 2 + 0 + 2) / 32)]
+    assert gauges["balancedness_planned"] == [pytest.approx((14 / 2 + 4 + 8) / 16)]
+    assert gauges["accuracy"] == [pytest.approx(1 - 0.5 * (6 + 4 + 0 + 2) / 32)]
 
 
 def test_a_record_is_bounded_and_a_trace(tmp_path: Path) -> None:
