@@ -126,6 +126,8 @@ class EpGroup:
         self.rank, self.size, self.device = rank, size, device
         self.is_waiting = False
         self._store, self._timeout_s, self._roll_call_s = store, start_timeout_s, roll_call_s
+        self._payload: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
         self._is_open = True
         try:
             with self._naming("joining the group"):
@@ -136,6 +138,7 @@ class EpGroup:
             raise
         self._timeout_s = timeout_s
         for group in (self._payload, self._control):
+            assert group is not None, "it has just been connected"
             group.set_timeout(timedelta(seconds=timeout_s))
 
     @staticmethod
@@ -207,6 +210,7 @@ class EpGroup:
             self._is_open = False
             if dist.is_initialized():
                 dist.destroy_process_group()
+            self._payload = self._control = None  # the last references: only now do others see this rank leave
 
     def _connect(self, limit: timedelta) -> None:
         on_cuda = self.device.type == "cuda"

@@ -48,6 +48,13 @@ def test_a_hanging_rank_is_named_after_the_time_out(ranks: RankPool) -> None:
     assert "(limit 1.5 s): no answer from rank 1;" in told[0]
 
 
+def test_a_rank_that_leaves_is_noticed_by_one_that_waits_for_it_alone(ranks: RankPool) -> None:
+    """Or the survivors of a loss, which leave one after the other, would wait for each other until the time-out."""
+    told = ranks.run(work.leave, 2, timeout_s=20)[1]
+    assert float(told.split()[0]) < 5
+    assert "exchanging expert counts" in told
+
+
 def test_waiting_ranks_do_not_spin(ranks: RankPool) -> None:
     spent_s = ranks.run(work.cpu_while_waiting, 4, wait_s=1.5)
     assert max(spent_s[1:]) < 0.02 * 1.5

@@ -54,6 +54,21 @@ def fall_silent(group: RankGroup, culprit: int, how: str) -> str:
     return "nothing"
 
 
+def leave(group: RankGroup) -> str:
+    """Rank 0 leaves while rank 1 waits for it; what rank 1 is told, and after how long."""
+    begin = time.monotonic()
+    if group.rank == 0:
+        time.sleep(1)
+        group.close()
+        time.sleep(5)  # its process and the object live on
+        return ""
+    try:
+        group.exchange(torch.zeros(4, dtype=torch.int32))
+    except RankError as error:
+        return f"{time.monotonic() - begin:.1f} {error}"
+    return "nothing"
+
+
 def cpu_while_waiting(group: RankGroup, wait_s: float) -> float:
     """CPU seconds that a rank spends in `control` while rank 0 comes `wait_s` late."""
     if group.rank == 0:
