@@ -12,6 +12,7 @@ from moeless.config.join import check_address
 from moeless.config.options import option
 from moeless.errors import UsageError
 
+_MOST_RANKS = 8
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -55,13 +56,20 @@ class ServeConfig(EngineConfig):
     )
     max_body_mb: float = option("Largest request body.", default=16.0, minimum=0.001, group="Limits")
     body_timeout: float = option(
-        "Seconds a client may take to send its body.", default=60.0, minimum=0.1, group="Limits"
+        "Seconds a client may take to send its headers, and again its body.", default=60.0, minimum=0.1, group="Limits"
     )
 
     on_rank_failure: Literal["replace", "shrink", "exit"] = option(
         "replace goes on with the ranks that are left and has a new one join them; shrink only goes on; exit ends with "
         "an error.",
         default="replace",
+        group="Ranks",
+    )
+    max_ep: int | None = option(
+        "Ranks that POST /scale may ask for (default: 8, or --ep if that is more).",
+        default=None,
+        minimum=1,
+        maximum=1_024,
         group="Ranks",
     )
     rank_address: str | None = option(
@@ -104,6 +112,8 @@ class ServeConfig(EngineConfig):
         if any(not key for key in self.api_key or ()):
             raise UsageError("--api-key must not be empty")
 
+        if self.max_ep is not None and self.max_ep < self.ep:
+            raise UsageError(f"--max-ep {self.max_ep} is less than --ep {self.ep}")
         self._check_hosts()
 
     def _check_hosts(self) -> None:
@@ -122,6 +132,11 @@ class ServeConfig(EngineConfig):
     def model_names(self) -> tuple[str, ...]:
         """The names that requests may use; the first is the one in answers."""
         return tuple(self.served_model_name or (self.model,))
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks that there may be: every one takes a model's memory, so one request must not ask for any number."""
+        return max(_MOST_RANKS, self.ep) if self.max_ep is None else self.max_ep
 
     @property
     def capacity(self) -> int:

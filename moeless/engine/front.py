@@ -91,6 +91,8 @@ class Front:
             raise RankError("ranks can be added or removed only while all is well")
         if self._is_scaling or team.size != team.target:
             raise CapacityError("the number of ranks is being changed already")
+        if num_ranks > self.config.most_ranks:
+            raise CapacityError(f"{num_ranks} ranks are more than --max-ep {self.config.most_ranks}")
         self._is_scaling, before = True, team.target
         log.info("going from %d to %d rank(s)", before, num_ranks)
         try:

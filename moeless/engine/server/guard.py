@@ -1,4 +1,7 @@
-"""What every request passes first: its key, and a body that is neither too large nor too slow."""
+"""What every request passes first: its key, and a body that is neither too large nor too slow.
+
+Bodies are kept until their answer is sent, so all that are there at once are bounded too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moeless.engine.server.errors import ApiError, error_response
 
 _OPEN_PATHS = ("/health", "/ready")
+_NUM_LARGEST = 8
+"""Bodies of the largest size that may be there at once; or as many bytes of smaller ones."""
 
 
 class Guard:
@@ -20,6 +25,7 @@ class Guard:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
+        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it."""
@@ -30,11 +36,12 @@ class Guard:
         request_id = headers.get(b"x-request-id")
         if request_id is not None and len(request_id) <= 256:
             send = _with_header(send, b"x-request-id", request_id)
+        body = bytearray()
         try:
             if scope["path"] not in _OPEN_PATHS:
                 self._check_key(headers.get(b"authorization", b""))
             if scope["method"] not in ("GET", "HEAD"):
-                receive = await self._read(headers, receive)
+                receive = await self._read(headers, receive, body)
         except ApiError as error:
             response = error_response(error)
             response.headers["Connection"] = "close"  # what is left of the body is not read
@@ -43,6 +50,8 @@ class Guard:
             return
         else:
             await self._app(scope, receive, send)
+        finally:
+            self._held_bytes -= len(body)
 
     def _check_key(self, authorization: bytes) -> None:
         """Compare with every key in constant time."""
@@ -53,22 +62,26 @@ class Guard:
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Read the whole body; a `receive` that gives it again and then goes on as before."""
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive, body: bytearray) -> Receive:
+        """Read the whole body into `body`; a `receive` that gives it again and then goes on as before."""
         too_large = ApiError(413, f"the body is over {self._max_body_bytes} bytes", code="body_too_large")
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
             raise too_large
-        body = bytearray()
         try:
             async with asyncio.timeout(self._body_timeout_s):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _GoneError
-                    body += message.get("body", b"")
+                    part = message.get("body", b"")
+                    body += part
+                    self._held_bytes += len(part)
                     if len(body) > self._max_body_bytes:
                         raise too_large
+                    if self._held_bytes > _NUM_LARGEST * self._max_body_bytes:
+                        reason = "too many large bodies at once; send it again in a moment"
+                        raise ApiError(503, reason, kind="overloaded_error", code="queue_full", retry_after_s=1)
                     if not message.get("more_body"):
                         break
         except TimeoutError:

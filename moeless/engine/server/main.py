@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
@@ -17,6 +20,7 @@ from moeless.config.serve import ServeConfig
 from moeless.engine.front import Front
 from moeless.engine.prometheus import ServiceMetrics
 from moeless.engine.server.app import make_app
+from moeless.engine.server.connection import HeadTimeoutProtocol
 from moeless.engine.server.guard import Guard
 from moeless.engine.server.prompts import Prompts
 from moeless.engine.server.service import Service
@@ -60,6 +64,7 @@ async def _announce(service: Service, address: str) -> None:
     while front.facts is None:
         await asyncio.sleep(0.02)
     service.prompts = Prompts(tokenizer, front.facts.max_model_len)
+    gc.freeze()  # what is loaded stays: a request of millions of objects must not have the collector walk all of it
     if config.json_output:
         print(json.dumps({"url": address, "model": config.model_names[0], "ranks": config.ep}), flush=True)
     log.info(
@@ -111,7 +116,7 @@ def _uvicorn_config(config: ServeConfig, service: Service) -> uvicorn.Config:
         log_level="info" if config.access_log else "warning",
         access_log=config.access_log,
         lifespan="off",
-        http="h11",  # unlike httptools it bounds the size of headers
+        http=cast(Any, partial(HeadTimeoutProtocol, head_timeout_s=config.body_timeout)),
         h11_max_incomplete_event_size=65_536,
         ws="none",
         timeout_graceful_shutdown=3,

@@ -7,37 +7,9 @@ from typing import Any
 
 from moeless.engine.request import SamplingParams
 from moeless.engine.server.errors import ApiError
-from moeless.engine.server.schemas import ChatBody, CompletionBody, GenerationBody
+from moeless.engine.server.schemas import REFUSED, ChatBody, CompletionBody, GenerationBody
 from moeless.errors import UsageError
 
-# Keys that would change the answer if they were implemented, with values that do not.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "prompt_embeds": (),
-    "logits_processors": ([],),
-    "use_beam_search": (False,),
-    "documents": ([],),
-    "chat_template": (),
-    "suffix": ("",),
-    "return_routed_experts": (False,),
-    "kv_transfer_params": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "length_penalty": (1, 1.0),
-}
 _SAMPLING = {"min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"}
 _SAMPLING |= {"repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"}
 _SAMPLING |= {"skip_special_tokens"}
@@ -46,7 +18,7 @@ _SAMPLING |= {"skip_special_tokens"}
 def refuse_unimplemented(body: GenerationBody) -> None:
     """Raises `ApiError` 400 that names the first key whose effect the client would miss."""
     given = {**(body.model_extra or {}), "suffix": getattr(body, "suffix", None)}
-    for name, harmless in _REFUSED.items():
+    for name, harmless in REFUSED.items():
         value = given.get(name)
         if value is not None and value not in harmless:
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
