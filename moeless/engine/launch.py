@@ -24,6 +24,7 @@ from moeless.engine.channel import FrontChannel
 from moeless.engine.engine import ModelFacts
 from moeless.engine.ep import EpGroup, RankGroup
 from moeless.engine.hosts import HostList, RemoteRank
+from moeless.engine.interface import interface_to
 from moeless.engine.messages import Broken, Failed, Form, Formed, Loaded, Numbered, Pulse, Stop, ToFront, ToRank, Wake
 from moeless.engine.rank import rank_device
 from moeless.engine.rank_order import RankOrder
@@ -276,8 +277,8 @@ def num_threads(num_ranks: int) -> int:
 def start_rank(order: RankOrder) -> subprocess.Popen[str]:
     """A rank process of this host; its stdin is to be kept open."""
     environment = {"OMP_NUM_THREADS": str(order.num_threads), **os.environ}
-    if order.store_host == "127.0.0.1":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if (interface := interface_to(order.store_host)) is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     process = subprocess.Popen(
         [sys.executable, "-m", "moeless.engine.rank"],
         stdin=subprocess.PIPE,

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ MODEL = "demo"
 class RunningServer:
     """A server process on a port of its own choice; stderr is kept for assertions."""
 
-    def __init__(self, model: Path, folder: Path, *args: str) -> None:
+    def __init__(self, model: Path, folder: Path, *args: str, inside: Sequence[str] = ()) -> None:
+        """Start it, `inside` what a command may be run in."""
         self.log_path = folder / "server.log"
-        command = [sys.executable, "-m", "moeless", "serve", str(model), "--port", "0", "--json"]
+        command = [*inside, sys.executable, "-m", "moeless", "serve", str(model), "--port", "0", "--json"]
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
                 [*command, "--served-model-name", MODEL, *args],
