@@ -31,6 +31,7 @@ from moeless.errors import CapacityError, UsageError
 from moeless.models.checkpoint import LoadedModel, load_model
 from moeless.models.expert_store import ExpertSource
 from moeless.models.weights import load_skeleton
+from moeless.models.whole_experts import install_whole_experts
 from moeless.policy.cost import CostModel
 
 
@@ -58,6 +59,7 @@ class Engine:
         self._source: ExpertSource | None = None
         if config.runs_whole:
             loaded = load_model(config)
+            install_whole_experts(loaded.layers)
         else:
             loaded, self._source = load_skeleton(config)
         self.experts: ExpertLayers | None = None
