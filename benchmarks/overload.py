@@ -23,6 +23,8 @@ from typing import Any
 
 import httpx
 import resident
+from abuse import Connection
+from mutations import Attack, http
 from prometheus_client.parser import text_string_to_metric_families
 
 from moeless.bench.serve_process import running_server
@@ -69,29 +71,30 @@ def percentile(values: Sequence[float], share: int) -> float | None:
 class Load:
     """Requests of random sizes, the same for the same seed, and what came of them."""
 
-    def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
+    def __init__(self, host: str, port: int, seed: int) -> None:
         self.failures: list[str] = []
-        self._client, self._rng = client, random.Random(seed)
+        self._address, self._rng = (host, port), random.Random(seed)
 
     async def one(self, minute: Minute) -> None:
-        """Send a request and count its end."""
+        """Send a request over a connection of its own, and count its end."""
         prompt = [self._rng.randrange(10, 4_000) for _ in range(self._rng.randint(4, 64))]
         tokens = self._rng.randint(4, 32)
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        begin_s = time.perf_counter()
+        attack = Attack(kind="load", wire=http("/v1/completions", json.dumps(body).encode()), closes=True)
+        connection, begin_s = Connection(*self._address), time.perf_counter()
         try:
-            answer = await self._client.post("/v1/completions", json=body)
-            made = answer.json().get("usage", {}).get("completion_tokens")
-        except (httpx.HTTPError, ValueError) as error:
+            status, headers, answer = await asyncio.wait_for(connection.send(attack), _LONGEST_S)
+            made = json.loads(answer).get("usage", {}).get("completion_tokens")
+        except (TimeoutError, OSError, ValueError) as error:
             self._fail(minute, repr(error))
             return
-        if answer.status_code == 503 and "retry-after" in answer.headers:
+        if status == 503 and "retry-after" in headers:
             minute.rejected += 1
-        elif answer.status_code == 200 and made == tokens:
+        elif status == 200 and made == tokens:
             minute.accepted += 1
             minute.latencies_s.append(time.perf_counter() - begin_s)
         else:
-            self._fail(minute, f"{answer.status_code}: {answer.text[:200]}")
+            self._fail(minute, f"{status}: {answer[:200]!r}")
 
     def _fail(self, minute: Minute, reason: str) -> None:
         minute.failed += 1
@@ -113,9 +116,8 @@ async def measure_capacity(load: Load, seconds: float, streams: int) -> float:
 
 async def overload(url: str, args: argparse.Namespace) -> dict[str, Any]:
     """Capacity, then the minutes of overload."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
-    async with httpx.AsyncClient(base_url=url, timeout=_LONGEST_S, limits=limits) as client:
-        load = Load(client, args.seed)
+    async with httpx.AsyncClient(base_url=url, timeout=_LONGEST_S) as client:
+        load = Load(client.base_url.host, client.base_url.port or 80, args.seed)
         capacity = await measure_capacity(load, args.measure_s, args.max_seqs)
         offered = args.factor * capacity
         print(f"capacity {capacity:.1f} requests/s, offering {offered:.1f}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,8 +21,17 @@ _NUM_LARGEST = 8
 class Guard:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, body_timeout_s: float) -> None:
-        self._app = app
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Sequence[str],
+        max_body_bytes: int,
+        body_timeout_s: float,
+        refuse: Callable[[str], ApiError | None] = lambda path: None,
+    ) -> None:
+        """`refuse` may say why a POST to a path is not even looked at: an overloaded server has no time for it."""
+        self._app, self._refuse = app, refuse
         self._keys = [key.encode() for key in api_keys]
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
         self._held_bytes = 0
@@ -42,6 +51,9 @@ class Guard:
                 self._check_key(headers.get(b"authorization", b""))
             if scope["method"] not in ("GET", "HEAD"):
                 receive = await self._read(headers, receive, body)
+                if (refusal := self._refuse(scope["path"])) is not None:
+                    await error_response(refusal)(scope, receive, send)
+                    return
         except ApiError as error:
             response = error_response(error)
             response.headers["Connection"] = "close"  # what is left of the body is not read

@@ -110,6 +110,7 @@ def _uvicorn_config(config: ServeConfig, service: Service) -> uvicorn.Config:
         api_keys=config.api_key or (),
         max_body_bytes=round(config.max_body_mb * 1e6),
         body_timeout_s=config.body_timeout,
+        refuse=service.refusal,
     )
     return uvicorn.Config(
         guard,

@@ -20,6 +20,7 @@ from moeless.engine.server.sampling import usage_error
 from moeless.engine.submission import Submission, check_submission
 from moeless.errors import CapacityError, UsageError
 
+_GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 _LOADING_RETRY_S, _DRAINING_RETRY_S, _QUEUE_RETRY_S = 5, 30, 1
 
 
@@ -54,6 +55,14 @@ class Service:
         self.require_model(model)
         return self.prompts, facts
 
+    def refusal(self, path: str) -> ApiError | None:
+        """503 for a request that there is no room for, whatever it asks: cheaper than to read it first."""
+        front = self.front
+        if path not in _GENERATION_PATHS or front.ledger.num_live < self.config.capacity:
+            return None
+        self.metrics.reject("queue_full")
+        return _queue_full(f"the queue is full: {front.ledger.num_live} completions run or wait")
+
     def require_model(self, model: str | None) -> None:
         """Raises `ApiError` 404 for a model that is not served here; no name means the one that is."""
         if model is not None and model not in self.config.model_names:
@@ -87,8 +96,7 @@ class Service:
         try:
             tokens = stack.enter_context(self.front.running(submissions))
         except CapacityError as error:
-            kind, code = "overloaded_error", "queue_full"
-            raise ApiError(503, str(error), kind=kind, code=code, retry_after_s=_QUEUE_RETRY_S) from None
+            raise _queue_full(str(error)) from None
         choices = {(s.request_id, s.index): choice for choice, s in enumerate(submissions)}
         return _by_choice(tokens, choices), stack
 
@@ -109,6 +117,10 @@ class Service:
             converted = usage_error(error)
             converted.param = converted.param or param
             raise converted from None
+
+
+def _queue_full(message: str) -> ApiError:
+    return ApiError(503, message, kind="overloaded_error", code="queue_full", retry_after_s=_QUEUE_RETRY_S)
 
 
 async def _by_choice(

@@ -20,6 +20,7 @@ from moeless.config.serve import ServeConfig
 from moeless.engine.front import Front
 from moeless.engine.prometheus import ServiceMetrics
 from moeless.engine.server.app import make_app
+from moeless.engine.server.errors import ApiError
 from moeless.engine.server.guard import Guard
 from moeless.engine.server.service import Service
 from moeless.errors import UsageError
@@ -125,6 +126,26 @@ def test_all_bodies_together_are_bounded() -> None:
         assert guard._held_bytes == 0
         assert (await _post(guard, [b"x" * 600, b""]))[0] == 0  # a client that goes inside its body
         assert (await _post(guard, [b"x" * 600, b"x" * 600]))[0] == 413
+        assert guard._held_bytes == 0
+
+    asyncio.run(check())
+
+
+def test_an_overloaded_server_reads_no_request() -> None:
+    """Nor does it break off the connection: the body was taken in."""
+
+    async def check() -> None:
+        paths: list[str] = []
+
+        def refuse(path: str) -> ApiError | None:
+            paths.append(path)
+            return ApiError(503, "full", retry_after_s=1)
+
+        guard = guarded(refuse=refuse)
+        status, headers, _ = await _post(guard, [b"{not ", b"JSON"])
+        assert (status, headers[b"retry-after"]) == (503, b"1")
+        assert b"connection" not in headers
+        assert paths == ["/v1/completions"]
         assert guard._held_bytes == 0
 
     asyncio.run(check())
