@@ -2,7 +2,8 @@
 
 The experts module is kept for its settings and its gate only; the weights come from a slot.
 
-Legend: R rows, H hidden, F expert ffn, I input size, O output size.
+Legend: R rows, H hidden, F expert ffn, S experts side by side, I input
+size, O output size.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ExpertFfn:
             self._compute = self._llama4
         elif kind == "DbrxExperts":
             self._compute = self._dbrx
-        elif hasattr(experts, "is_transposed") and not getattr(experts, "has_post_expert_norm", False):
+        elif is_usual(experts):
             self._compute = self._gated if experts.has_gate else self._plain
         else:
             raise UnsupportedModelError(f"experts of class {kind} cannot be computed one by one")
@@ -44,16 +45,15 @@ class ExpertFfn:
 
     def grouped(self, rows_RH: torch.Tensor, weights: Weights, counts: list[int]) -> torch.Tensor:
         """Several experts with two grouped products: each weight has a leading dimension of experts, rows in order."""
-        device = rows_RH.device
-        ends = torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-        owner_R = torch.arange(len(counts), device=device).repeat_interleave(torch.tensor(counts, device=device))
+        counts_S = torch.tensor(counts, device=rows_RH.device)
+        ends_S = counts_S.cumsum(0, dtype=torch.int32)
         module = self._module
 
         def linear(x: torch.Tensor, name: str) -> torch.Tensor:
             weight = weights[name] if module.is_transposed else weights[name].transpose(-2, -1)
-            y = F.grouped_mm(x, weight, offs=ends)
-            bias = weights.get(f"{name}_bias")
-            return y if bias is None else y + bias[owner_R]
+            y = F.grouped_mm(x, weight, offs=ends_S)
+            bias_SO = weights.get(f"{name}_bias")
+            return y if bias_SO is None else y + bias_SO.repeat_interleave(counts_S, 0, output_size=len(x))
 
         inner = module._apply_gate(linear(rows_RH, "gate_up_proj")) if module.has_gate else None
         return linear(module.act_fn(linear(rows_RH, "up_proj")) if inner is None else inner, "down_proj")
@@ -83,6 +83,11 @@ class ExpertFfn:
             return F.linear(x, weight_OI, bias)
         y = (weight_OI @ x.T).T
         return y if bias is None else y + bias
+
+
+def is_usual(experts: nn.Module) -> bool:
+    """Whether an experts module is one of transformers' two usual kinds, the gated and the plain one."""
+    return hasattr(experts, "is_transposed") and not getattr(experts, "has_post_expert_norm", False)
 
 
 def _most_few(weight: torch.Tensor) -> int:

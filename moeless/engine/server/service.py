@@ -56,9 +56,9 @@ class Service:
         return self.prompts, facts
 
     def refusal(self, path: str) -> ApiError | None:
-        """503 for a request that there is no room for, whatever it asks: cheaper than to read it first."""
+        """503 for a request that there is no room for, whatever it asks: cheaper than to parse it first."""
         front = self.front
-        if path not in _GENERATION_PATHS or front.ledger.num_live < self.config.capacity:
+        if path not in _GENERATION_PATHS or front.ledger.num_live < front.capacity:
             return None
         self.metrics.reject("queue_full")
         return _queue_full(f"the queue is full: {front.ledger.num_live} completions run or wait")
