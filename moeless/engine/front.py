@@ -28,7 +28,7 @@ from moeless.errors import CapacityError, MoelessError, RankError
 
 State = Literal["loading", "ready", "draining", "failed"]
 _MAX_LOSSES = 3
-"""Losses of ranks in a row, without a token in between, after which a request is given up."""
+"""Losses of working groups in a row, without a token in between, after which a request is given up."""
 _ANSWER_S = 2.0
 
 log = logging.getLogger("moeless")

@@ -28,7 +28,7 @@ class Entry:
     last_s: float | None = None
     queue_s: float = 0.0
     num_losses: int = 0
-    """Ranks that were lost under it since its last token."""
+    """Working groups of ranks that were lost under it since its last token."""
 
     def resumption(self) -> Submission:
         """What a rank needs to go on with it."""

@@ -48,6 +48,7 @@ class Regrouped:
 
     size: int
     is_after_loss: bool
+    """Whether the one before worked until it broke; of one that never formed no request can be the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ class RankTeam:
         self._cost: CostModel | None = None
         self._broken_s: float | None = None
         """When the present group, or one before it since which none has worked, was found to be broken."""
-        self._is_broken = self._has_lost = False
-        """Whether the present group is broken, and whether by a rank that is known to be gone."""
+        self._is_broken = self._has_lost = self._has_formed = False
+        """Whether the present group is broken, whether by a rank that is known to be gone, and whether it worked."""
         self._num_unexplained, self._has_worked = 0, False
         self._unfit_size, self._unfit = 0, Failed("", "")
         """The largest group that could not be formed for its size, and why."""
@@ -231,6 +232,7 @@ class RankTeam:
         member.enter("joined", now_s)
         self._cost = self._cost or message.cost
         if self.is_working:
+            self._has_formed = True
             self._events.append(Working(self.size, None if self._broken_s is None else now_s - self._broken_s))
             self._broken_s, self._num_unexplained, self._has_worked = None, 0, True
 
@@ -275,8 +277,8 @@ class RankTeam:
         self._crew.dismiss(new, now_s)
         for number in new:
             self._members[number].enter("forming", now_s)
-        self._events.append(Regrouped(len(new), self._is_broken))
-        self._is_broken = self._has_lost = False
+        self._events.append(Regrouped(len(new), self._is_broken and self._has_formed))
+        self._is_broken = self._has_lost = self._has_formed = False
 
 
 def _submit(submission: Submission, number: int) -> Submit:

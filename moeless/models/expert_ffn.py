@@ -2,8 +2,7 @@
 
 The experts module is kept for its settings and its gate only; the weights come from a slot.
 
-Legend: R rows, H hidden, F expert ffn, S experts side by side, I input
-size, O output size.
+Legend: R rows, H hidden, F expert ffn, S experts side by side, O output size.
 """
 
 from __future__ import annotations
@@ -77,22 +76,13 @@ class ExpertFfn:
         return self._module.mlp(rows_RH, weights["mlp.w1"], weights["mlp.v1"], weights["mlp.w2"])
 
     def _linear(self, x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
-        weight, bias = weights[name], weights.get(f"{name}_bias")
-        weight_OI = weight.T if self._module.is_transposed else weight
-        if x.device.type != "cpu" or not 1 < len(x) <= _most_few(weight):
-            return F.linear(x, weight_OI, bias)
-        y = (weight_OI @ x.T).T
-        return y if bias is None else y + bias
+        if self._module.is_transposed:
+            y = x @ weights[name]
+            bias = weights.get(f"{name}_bias")
+            return y if bias is None else y + bias
+        return F.linear(x, weights[name], weights.get(f"{name}_bias"))
 
 
 def is_usual(experts: nn.Module) -> bool:
     """Whether an experts module is one of transformers' two usual kinds, the gated and the plain one."""
     return hasattr(experts, "is_transposed") and not getattr(experts, "has_post_expert_norm", False)
-
-
-def _most_few(weight: torch.Tensor) -> int:
-    """Rows up to which a CPU multiplies weights by columns faster than rows by weights: 1.5-4 times in fp32, measured.
-
-    So few rows are bound by the reading of the weights, which small columns disturb less.
-    """
-    return 8 if weight.numel() <= 1 << 20 else 2
