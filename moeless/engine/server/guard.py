@@ -6,6 +6,7 @@ Bodies are kept until their answer is sent, so all that are there at once are bo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,8 @@ from moeless.engine.server.errors import ApiError, error_response
 _OPEN_PATHS = ("/health", "/ready")
 _NUM_LARGEST = 8
 """Bodies of the largest size that may be there at once; or as many bytes of smaller ones."""
+_LINGER_S = 2.0
+"""How long a refused body is read and dropped."""
 
 
 class Guard:
@@ -56,7 +59,9 @@ class Guard:
                     return
         except ApiError as error:
             response = error_response(error)
-            response.headers["Connection"] = "close"  # what is left of the body is not read
+            response.headers["Connection"] = "close"
+            if body or b"expect" not in headers:  # who waits for "100 Continue" sends nothing after a refusal
+                send = _lingering(receive, send)
             await response(scope, receive, send)
         except _GoneError:
             return
@@ -108,6 +113,26 @@ class Guard:
 
 class _GoneError(Exception):
     """The client went before its request was whole."""
+
+
+def _lingering(receive: Receive, send: Send) -> Send:
+    """A `send` whose answer reaches a client that still sends: closing on unread bytes resets the connection."""
+
+    async def drop_rest() -> None:
+        while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+            pass
+
+    async def sending(message: Message) -> None:
+        if message["type"] != "http.response.body" or message.get("more_body"):
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await drop_rest()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return sending
 
 
 def _with_header(send: Send, name: bytes, value: bytes) -> Send:

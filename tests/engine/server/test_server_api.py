@@ -267,6 +267,12 @@ def test_bodies_over_the_limit_are_refused_unread(server: RunningServer, client:
         with socket.create_connection(("127.0.0.1", _port(server)), timeout=30) as raw:
             raw.sendall(head + rest)
             assert raw.recv(12) == b"HTTP/1.1 413"
+    answer = client.post("/v1/completions", content=b" " * (17 << 20))  # a client that sends all before it reads
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "body_too_large"
+    with socket.create_connection(("127.0.0.1", _port(server)), timeout=30) as raw:  # one that waits to be asked
+        raw.sendall(head + b"Expect: 100-continue\r\n" + declared)
+        assert raw.recv(12) == b"HTTP/1.1 413"
     assert client.get("/health").status_code == 200
 
 
