@@ -7,6 +7,7 @@ Legend: R rows, H hidden, F expert ffn, S experts side by side, O output size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 from moeless.errors import UnsupportedModelError
 
 Weights = dict[str, torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor, list[int]], torch.Tensor]
+"""(x [R, H], weights [S, H, O], rows of each of the S) -> [R, O], rows in order."""
 
 
 class ExpertFfn:
@@ -42,15 +45,20 @@ class ExpertFfn:
         """Whether `grouped` works: not for the kinds without a fused up projection a slot."""
         return self._compute in (self._gated, self._plain)
 
-    def grouped(self, rows_RH: torch.Tensor, weights: Weights, counts: list[int]) -> torch.Tensor:
-        """Several experts with two grouped products: each weight has a leading dimension of experts, rows in order."""
+    def grouped(
+        self, rows_RH: torch.Tensor, weights: Weights, counts: list[int], multiply: Product | None = None
+    ) -> torch.Tensor:
+        """Several experts with two grouped products: each weight has a leading dimension of experts, rows in order.
+
+        `multiply` stands in for torch's grouped product.
+        """
         counts_S = torch.tensor(counts, device=rows_RH.device)
         ends_S = counts_S.cumsum(0, dtype=torch.int32)
         module = self._module
 
         def linear(x: torch.Tensor, name: str) -> torch.Tensor:
             weight = weights[name] if module.is_transposed else weights[name].transpose(-2, -1)
-            y = F.grouped_mm(x, weight, offs=ends_S)
+            y = F.grouped_mm(x, weight, offs=ends_S) if multiply is None else multiply(x, weight, counts)
             bias_SO = weights.get(f"{name}_bias")
             return y if bias_SO is None else y + bias_SO.repeat_interleave(counts_S, 0, output_size=len(x))
 
