@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,12 +11,14 @@ import msgspec
 import torch
 
 from moeless.config.engine import EngineConfig
-from moeless.engine.engine import Engine, ModelFacts
+from moeless.engine.engine import Engine
 from moeless.engine.ep import LocalGroup, RankGroup, all_to_all
+from moeless.engine.facts import ModelFacts
 from moeless.engine.launch import RankProcesses, TorchrunPlace, join_torchrun
 from moeless.engine.messages import Abort, Advanced, AskStatistics, Progress, Statistics, Submit
 from moeless.engine.rank import progress_of, rank_device
 from moeless.engine.request import CompletionOutput, TokenLogprobs
+from moeless.engine.routed_experts import from_npy
 from moeless.engine.submission import Submission
 from moeless.errors import MoelessError
 
@@ -166,7 +168,10 @@ def _by_key(progress: list[Progress]) -> dict[Key, Ended]:
     for item in progress:
         assert item.output is not None, "only ended completions come here"
         scores = None if item.prompt_logprobs is None else tuple(item.prompt_logprobs)
-        ended[item.request_id, item.index] = Ended(item.output, scores)
+        output = item.output
+        if item.routed_experts is not None:
+            output = replace(output, routed_experts=from_npy(item.routed_experts))
+        ended[item.request_id, item.index] = Ended(output, scores)
     return ended
 
 

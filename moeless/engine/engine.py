@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,22 @@ from moeless.config.engine import EngineConfig
 from moeless.engine.ep import Control, RankGroup
 from moeless.engine.expert_layers import ExpertLayers, ExpertSettings, build_expert_layers
 from moeless.engine.expert_pool import PoolStats
+from moeless.engine.facts import model_facts
 from moeless.engine.foresight import Predict, load_foresight
 from moeless.engine.layer_tap import LayerTap
-from moeless.engine.request import sampling_defaults
-from moeless.engine.runner import ModelRunner, context_length
+from moeless.engine.routed_experts import keep_routes, wants_routes
+from moeless.engine.runner import ModelRunner
 from moeless.engine.sampling import sequence_seed
 from moeless.engine.scheduler import Chunk, Scheduler
 from moeless.engine.sequence import Sequence
 from moeless.engine.submission import Submission
 from moeless.engine.text import TextStream
 from moeless.engine.traffic import Traffic
-from moeless.errors import CapacityError, UsageError
 from moeless.models.checkpoint import LoadedModel, load_model
 from moeless.models.expert_store import ExpertSource
 from moeless.models.weights import load_skeleton
 from moeless.models.whole_experts import install_whole_experts
 from moeless.policy.cost import CostModel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What a front end needs to know of the model before it can take requests."""
-
-    max_model_len: int
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    sampling_defaults: dict[str, float]
-    """Fields of `SamplingParams` that the checkpoint's generation configuration sets."""
 
 
 class Engine:
@@ -68,12 +56,7 @@ class Engine:
         self._tap = LayerTap(loaded.layers, self.runner.device) if config.runs_whole else None
         self.scheduler = self._new_scheduler()
         self.tokenizer = loaded.tokenizer
-        self.facts = ModelFacts(
-            max_model_len=_max_model_len(config, loaded, self.runner.kv.allocator.max_extent),
-            vocab_size=loaded.model.get_input_embeddings().num_embeddings,  # type: ignore[arg-type]
-            eos_ids=_eos_ids(loaded.model),
-            sampling_defaults=sampling_defaults(loaded.model.generation_config),
-        )
+        self.facts = model_facts(config, loaded, self.runner.kv.allocator.max_extent)
         self.heard = 0
         """Number of the front end's last message that arrived here; see `Control`."""
         self.is_stopped = self.is_parting = False
@@ -214,11 +197,22 @@ class Engine:
         self._num_steps += 1
 
     def _run(self, chunks: list[Chunk]) -> list[Sequence]:
-        advanced = self.runner.step(chunks)
+        wants = wants_routes(chunks)
+        if wants and self.experts is not None:
+            self.experts.step_ids.start()
+        advanced = self.runner.step(chunks, self._keep_routes if wants else None)
         for sequence in advanced:
             if sequence.finish_reason is not None:
                 self.scheduler.remove(sequence)
         return advanced
+
+    def _keep_routes(self, chunks: Rows[Chunk]) -> None:
+        if self._tap is not None:
+            ids = self._tap.step_ids()
+        else:
+            assert self.experts is not None, "a rank without expert layers has a tap"
+            ids = self.experts.step_ids.stop()
+        keep_routes(chunks, ids, self.facts.num_experts)
 
     def _run_idle(self) -> list[Sequence]:
         assert self.experts is not None, "one rank alone has no idle step"
@@ -266,28 +260,6 @@ def _foresight(config: EngineConfig, loaded: LoadedModel) -> tuple[list[Predict 
     if config.predictors is None:
         return [], 1
     return load_foresight(Path(config.predictors), loaded, config.distance)
-
-
-def _max_model_len(config: EngineConfig, loaded: LoadedModel, max_extent: int) -> int:
-    """The context length. Raises `CapacityError` or `UsageError` for one that is asked for and cannot be had."""
-    limit = context_length(loaded.model)
-    wanted = config.max_model_len
-    if wanted is not None and wanted > limit:
-        raise UsageError(f"--max-model-len {wanted} is over the model's context length {limit}")
-    if wanted is not None and wanted > max_extent:
-        raise CapacityError(
-            f"--max-model-len {wanted} does not fit: with --kv-tokens {config.kv_tokens} a sequence can have "
-            f"{max_extent} tokens"
-        )
-    return min(limit, max_extent) if wanted is None else wanted
-
-
-def _eos_ids(model: Any) -> tuple[int, ...]:
-    """Tokens that end a text, as the checkpoint's generation configuration has them."""
-    found = model.generation_config.eos_token_id
-    if found is None:
-        found = model.config.get_text_config().eos_token_id
-    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
 def _phase(chunks: Rows[Chunk]) -> Any:

@@ -22,6 +22,7 @@ from moeless.engine.ep import RankGroup
 from moeless.engine.expert_pool import ExpertPool
 from moeless.engine.moe_block import MoeBlock, StageTimer
 from moeless.engine.residency import Residency
+from moeless.engine.routed_experts import StepIds
 from moeless.engine.verify import LayerVerifier
 from moeless.errors import CapacityError
 from moeless.models.expert_store import ExpertSource, expert_bytes
@@ -104,6 +105,7 @@ class ExpertLayers:
 
     Attributes:
         cost: what plans are priced with; the simulator needs it to make the same plans of a recorded trace.
+        step_ids: the blocks' expert ids, of a step for which they are asked.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class ExpertLayers:
         """Use `build_expert_layers`."""
         self.blocks, self.pool, self.controller, self.timer = blocks, pool, controller, timer
         self.cost = cost
-        self.verifier = blocks[0].verifier
+        self.verifier, self.step_ids = blocks[0].verifier, blocks[0].step_ids
         self._recorder, self._clock = recorder, clock
         self._begin_s = self._metered_s = clock()
 
@@ -210,8 +212,8 @@ def build_expert_layers(
         keep_alive_s=settings.keep_alive_s,
         recorder=recorder,
     )
-    timer, verifier = StageTimer(clock), settings.make_verifier(source, group)
-    blocks = [MoeBlock(layer, pool, controller, group, timer, verifier) for layer in range(num_layers)]
+    timer, verifier, step_ids = StageTimer(clock), settings.make_verifier(source, group), StepIds()
+    blocks = [MoeBlock(layer, pool, controller, group, timer, verifier, step_ids) for layer in range(num_layers)]
     if model is not None:
         for block, layer in zip(blocks, layers, strict=True):
             block.install(model, layer)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from moeless.config.serve import ServeConfig
 from moeless.engine.crew import Lost
-from moeless.engine.engine import ModelFacts
+from moeless.engine.facts import ModelFacts
 from moeless.engine.hosts import HostList
 from moeless.engine.ledger import Entry, Ledger
 from moeless.engine.messages import Advanced, Progress, Record, Recorded, Statistics, ToFront

@@ -21,8 +21,8 @@ from typing import TypeVar
 from moeless import errors
 from moeless.config.engine import EngineConfig
 from moeless.engine.channel import FrontChannel
-from moeless.engine.engine import ModelFacts
 from moeless.engine.ep import EpGroup, RankGroup
+from moeless.engine.facts import ModelFacts
 from moeless.engine.hosts import HostList, RemoteRank
 from moeless.engine.interface import interface_to
 from moeless.engine.messages import Broken, Failed, Form, Formed, Loaded, Numbered, Pulse, Stop, ToFront, ToRank, Wake

@@ -33,10 +33,15 @@ class LayerTap:
             else:
                 layer.router.register_forward_hook(self._on_router(layer))
 
-    def flush(self) -> None:
-        """Hand the step's counts to `traffic`."""
+    def step_ids(self) -> list[torch.Tensor]:
+        """The expert ids of the step's rows, one tensor a layer; before `flush`."""
         ids = [ids for ids in self._ids if ids is not None]
         assert len(ids) == len(self._ids), "every MoE layer runs in every step"
+        return ids
+
+    def flush(self) -> None:
+        """Hand the step's counts to `traffic`."""
+        ids = self.step_ids()
         lengths_L = torch.tensor([layer_ids.numel() for layer_ids in ids], device=self._first_cell_L.device)
         cells = torch.cat([layer_ids.flatten() for layer_ids in ids])
         cells = cells + self._first_cell_L.repeat_interleave(lengths_L, output_size=len(cells))

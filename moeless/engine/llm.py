@@ -13,7 +13,7 @@ from typing import Any
 from moeless.config.engine import EngineConfig
 from moeless.engine.backends import Backend, make_backend
 from moeless.engine.request import RequestOutput, SamplingParams
-from moeless.engine.submission import Submission, check_submission
+from moeless.engine.submission import Submission, check_routed_experts, check_submission
 from moeless.errors import UsageError
 from moeless.models.checkpoint import load_tokenizer
 
@@ -152,6 +152,7 @@ class LLM:
                 vocab_size=facts.vocab_size,
                 has_tokenizer=self._tokenizer is not None,
             )
+            check_routed_experts([ids], chosen, facts)
         names = [str(self._num_requests + i) for i in range(len(prompts))]
         self._num_requests += len(prompts)
         begin_s = time.perf_counter()

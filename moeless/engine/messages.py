@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from moeless.engine.engine import ModelFacts
+from moeless.engine.facts import ModelFacts
 from moeless.engine.request import CompletionOutput, FinishReason, TokenLogprobs
 from moeless.engine.submission import Submission
 from moeless.policy.cost import CostModel
@@ -113,6 +113,8 @@ class Progress(msgspec.Struct, frozen=True):
     """The whole completion, when it has ended."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """With the first token and with `output`, if they were asked for."""
+    routed_experts: bytes | None = None
+    """With `output`, if they were asked for: an .npy file."""
     queue_s: float | None = None
     """With the first token: seconds from arrival at the rank to the first step that had some of the prompt."""
 

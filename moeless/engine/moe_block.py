@@ -19,6 +19,7 @@ from moeless.engine.controller import ExpertController
 from moeless.engine.dispatch import balanced_ids, combine, dispatch, plan_route
 from moeless.engine.ep import RankGroup
 from moeless.engine.expert_pool import ExpertPool
+from moeless.engine.routed_experts import StepIds
 from moeless.engine.verify import LayerVerifier
 from moeless.models.family import MoeLayer
 
@@ -64,10 +65,16 @@ class MoeBlock:
         group: RankGroup,
         timer: StageTimer | None = None,
         verifier: LayerVerifier | None = None,
+        step_ids: StepIds | None = None,
     ) -> None:
-        """A block for MoE layer number `layer` (its ordinal); `verifier` checks some of its executions."""
+        """A block for MoE layer number `layer` (its ordinal).
+
+        Args:
+            verifier: checks some of its executions.
+            step_ids: told each execution's ids.
+        """
         self.layer, self.pool, self.controller, self.group = layer, pool, controller, group
-        self.timer, self.verifier = timer or StageTimer(), verifier
+        self.timer, self.verifier, self.step_ids = timer or StageTimer(), verifier, step_ids or StepIds()
 
     def __call__(self, hidden: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts, in the shape of `hidden` ([T, H], or [B, S, H] with T = B*S).
@@ -81,6 +88,7 @@ class MoeBlock:
         if controller.lossy:
             first = self.group.rank * controller.num_experts // self.group.size
             ids_TK = balanced_ids(ids_TK, controller.num_experts, first)
+        self.step_ids.note(ids_TK)
         begin_s = timer.start()
         table_GC = self.group.exchange(controller.announce(self.layer, x_TH, ids_TK))
         timer.lap("exchange")

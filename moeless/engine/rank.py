@@ -40,6 +40,7 @@ from moeless.engine.messages import (
     ToRank,
 )
 from moeless.engine.rank_order import RankOrder
+from moeless.engine.routed_experts import to_npy
 from moeless.engine.sequence import Sequence
 from moeless.engine.store import Store, join_store
 from moeless.engine.traffic import Traffic
@@ -99,6 +100,7 @@ def progress_of(sequence: Sequence) -> Progress:
     """What to tell a front end of a sequence that has just advanced."""
     ended = sequence.finish_reason is not None
     has_token = sequence.finish_reason != "error" and sequence.num_output > 0
+    routes_TLK = sequence.routes_TLK
     is_first, scored = has_token and sequence.num_output == 1, sequence.params.prompt_logprobs is not None
     return Progress(
         request_id=sequence.request_id,
@@ -108,6 +110,7 @@ def progress_of(sequence: Sequence) -> Progress:
         finish_reason=sequence.finish_reason,
         output=sequence.output() if ended else None,
         prompt_logprobs=sequence.prompt_logprobs if scored and (is_first or ended) else None,
+        routed_experts=to_npy(routes_TLK[: sequence.num_computed]) if ended and routes_TLK is not None else None,
         queue_s=sequence.started_s - sequence.arrived_s if is_first else None,
     )
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moeless.errors import CheckpointError, UsageError
 
@@ -41,6 +44,8 @@ class SamplingParams:
     """Log-probabilities of this many likeliest tokens (and of the chosen one) at each position."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    return_routed_experts: bool = False
+    """Tell which experts each token went to (`CompletionOutput.routed_experts`)."""
 
     def __post_init__(self) -> None:
         _require("n", self.n, 1)
@@ -126,6 +131,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token or string that ended it; None for the end-of-text token."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    routed_experts: NDArray[np.unsignedinteger] | None = field(default=None, compare=False)
+    """Expert ids [tokens, MoE layers, experts a token] of the prompt and of the output but its last token, which is
+    never run; None unless asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

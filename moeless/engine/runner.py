@@ -9,6 +9,7 @@ Legend: Q packed new tokens, S rows whose logits are needed, V vocabulary.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -55,10 +56,11 @@ class ModelRunner:
         self.num_tokens_run = 0
 
     @torch.inference_mode()
-    def step(self, chunks: Rows[Chunk]) -> list[Sequence]:
+    def step(self, chunks: Rows[Chunk], observe: Callable[[Rows[Chunk]], None] | None = None) -> list[Sequence]:
         """Compute the chunks; sequences whose last token is among them get their next one, and are given back.
 
-        A sequence may be finished afterwards (`finish_reason`).
+        A sequence may be finished afterwards (`finish_reason`). `observe` is told the chunks in the order of their
+        rows, once they are computed.
         """
         spans = [
             Span(extent=self.kv.extent(c.sequence.sequence_id), first=c.sequence.num_computed, num_new=c.num_new)
@@ -81,6 +83,8 @@ class ModelRunner:
         ends = [c.sequence for c in ordered if c.is_last]
         self._advance([ordered[i].sequence for i in due], logits_SV[: len(due)], ordered)
         self.num_tokens_run += len(ids)
+        if observe is not None:
+            observe(ordered)
         return ends
 
     def _forward(self, ids: np.ndarray, positions_Q: torch.Tensor, rows: np.ndarray) -> torch.Tensor:

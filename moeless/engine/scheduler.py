@@ -104,7 +104,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._kv.release(sequence.sequence_id)
-        sequence.num_computed = 0
+        sequence.forget()
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.add(sequence)

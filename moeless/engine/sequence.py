@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moeless.engine.request import CompletionOutput, FinishReason, SamplingParams, TokenLogprobs
 from moeless.engine.text import TextStream, find_stop
 
@@ -42,6 +45,8 @@ class Sequence:
     """When it came to its rank, by that rank's clock."""
     started_s: float = 0.0
     """When its first step began; 0 before."""
+    routes_TLK: NDArray[np.unsignedinteger] | None = None
+    """Experts of the computed tokens (see `routed_experts`), with room for all; only if asked for."""
     token_counts: Any = None
     """The sampler's [2, V] counts of prompt and output tokens; only under penalties."""
 
@@ -65,6 +70,10 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt positions are still to be scored."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt)
+
+    def forget(self) -> None:
+        """Start again: nothing is computed."""
+        self.num_computed, self.routes_TLK = 0, None
 
     def append(self, token: int) -> None:
         """Take a sampled token, and finish where the request says so."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from moeless.engine.facts import ModelFacts
 from moeless.engine.request import SamplingParams
+from moeless.engine.routed_experts import MAX_BYTES, id_type
 from moeless.errors import UsageError
 
 
@@ -40,3 +42,22 @@ def check_submission(
     params.check_vocabulary(vocab_size)
     if params.stop_strings and not has_tokenizer:
         raise UsageError("stop strings need a tokenizer, and the checkpoint has none; give --tokenizer")
+
+
+def check_routed_experts(prompts: Sequence[Sequence[int]], params: SamplingParams, facts: ModelFacts) -> None:
+    """Raises `UsageError` when a request asks for experts that can't be told, or for too many of them."""
+    if not params.return_routed_experts:
+        return
+    if facts.top_k is None:
+        raise UsageError("return_routed_experts: the checkpoint does not say how many experts a token has")
+    num_tokens = sum(
+        len(prompt)
+        + max(0, (facts.max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens) - 1)
+        for prompt in prompts
+    )
+    size = params.n * num_tokens * facts.num_moe_layers * facts.top_k * id_type(facts.num_experts).itemsize
+    if size > MAX_BYTES:
+        raise UsageError(
+            f"return_routed_experts would take up to {size:,} bytes ({params.n * num_tokens:,} tokens x "
+            f"{facts.num_moe_layers} layers x {facts.top_k} experts), the most is {MAX_BYTES:,}; lower max_tokens or n"
+        )

@@ -14,7 +14,7 @@ from functools import partial
 
 from moeless.config.serve import ServeConfig
 from moeless.engine.crew import Crew, Lost
-from moeless.engine.engine import ModelFacts
+from moeless.engine.facts import ModelFacts
 from moeless.engine.hosts import HostList
 from moeless.engine.launch import error_of
 from moeless.engine.messages import (

@@ -10,7 +10,7 @@ Legend: T tokens, K experts a token, H hidden, E experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,19 @@ def find_moe_layers(model: PreTrainedModel) -> list[MoeLayer]:
         )
         for ordinal, name in enumerate(sorted(routers, key=lambda n: int(n.rpartition(".")[2])))
     ]
+
+
+def experts_per_token(model: PreTrainedModel, layers: Sequence[MoeLayer]) -> int | None:
+    """Experts a token, by the routers or else the configuration; None where they don't say, or differ."""
+    config = model.config.get_text_config()
+    given = {
+        getattr(layer.router, "top_k", None)
+        or getattr(layer.router, "moeless_top_k", None)
+        or getattr(config, "num_experts_per_tok", None)
+        for layer in layers
+    }
+    top_k = given.pop() if len(given) == 1 else None
+    return top_k if isinstance(top_k, int) else None
 
 
 def supports_packing(model: PreTrainedModel) -> bool:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moeless.errors import UnsupportedModelError
 from moeless.models.checkpoint import check_family
-from moeless.models.family import REFUSED, find_moe_layers
+from moeless.models.family import REFUSED, experts_per_token, find_moe_layers
 from moeless.models.probe import probe_layers
 
 
@@ -23,7 +23,9 @@ def test_router_ids_are_the_ids_the_experts_use(family: str) -> None:
     assert [layer.ordinal for layer in layers] == list(range(len(layers)))
     assert all(layer.num_experts == NUM_EXPERTS for layer in layers)
     assert len({layer.decoder_layer for layer in layers}) == len(layers) >= 2
-    assert all(point.top_k == (1 if family == "llama4_text" else 2) for point in points)
+    top_k = 1 if family == "llama4_text" else 2
+    assert all(point.top_k == top_k for point in points)
+    assert experts_per_token(model, layers) == top_k
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

@@ -24,6 +24,7 @@ class Piece:
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    routed_experts: bytes | None
 
 
 class Assembly:
@@ -63,6 +64,7 @@ class Assembly:
             logprobs=progress.logprobs,
             finish_reason=progress.finish_reason,
             stop_reason=stop_reason,
+            routed_experts=progress.routed_experts,
         )
 
 

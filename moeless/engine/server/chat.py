@@ -54,6 +54,7 @@ class _ChatShape:
                 "logprobs": self._logprobs(choice),
                 "finish_reason": choice[-1].finish_reason,
                 "stop_reason": choice[-1].stop_reason,
+                **self._answer.routes(choice[-1]),
             }
             for index, choice in enumerate(pieces)
         ]
@@ -74,6 +75,7 @@ class _ChatShape:
                 "delta": {"content": piece.text},
                 "logprobs": self._logprobs([piece]),
                 "finish_reason": piece.finish_reason,
+                **self._answer.routes(piece),
             }
             if piece.finish_reason is not None:
                 choice["stop_reason"] = piece.stop_reason

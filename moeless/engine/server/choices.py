@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class Answer:
         self.tokenizer = service.prompts.tokenizer
         self.wants_usage = options is not None and bool(options.include_usage)
         self._wants_running_usage = options is not None and bool(options.continuous_usage_stats)
+        self._wants_routes = params.return_routed_experts
         self._num_prompt_tokens = sum(map(len, prompts))
         self._assemblies = [Assembly(self.tokenizer, params) for _ in range(len(prompts) * params.n)]
         self.prompt_logprobs: list[Sequence[TokenLogprobs | None] | None] = [None] * len(self._assemblies)
@@ -54,6 +56,13 @@ class Answer:
             if piece.finish_reason == "error":
                 raise lost()
         return choices
+
+    def routes(self, piece: Piece) -> dict[str, str | None]:
+        """What a choice has at its end of the experts of its tokens, if that was asked for: an .npy file in base64."""
+        if piece.finish_reason is None or not self._wants_routes:
+            return {}
+        content = piece.routed_experts
+        return {"routed_experts": None if content is None else b64encode(content).decode()}
 
     def usage(self) -> dict[str, int]:
         """Tokens so far."""

@@ -66,6 +66,7 @@ class _CompletionShape:
                 "logprobs": self._take_logprobs(index, choice, is_first=True),
                 "finish_reason": choice[-1].finish_reason,
                 "stop_reason": choice[-1].stop_reason,
+                **self._answer.routes(choice[-1]),
             }
             for index, choice in enumerate(pieces)
         ]
@@ -83,6 +84,7 @@ class _CompletionShape:
                 "logprobs": self._take_logprobs(index, [piece], is_first),
                 "finish_reason": piece.finish_reason,
                 "stop_reason": piece.stop_reason,
+                **self._answer.routes(piece),
             }
             yield {**self._head(), "choices": [choice], **self._answer.running_usage()}
             if piece.finish_reason == "error":

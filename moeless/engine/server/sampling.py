@@ -12,7 +12,7 @@ from moeless.errors import UsageError
 
 _SAMPLING = {"min_tokens", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"}
 _SAMPLING |= {"repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"}
-_SAMPLING |= {"skip_special_tokens"}
+_SAMPLING |= {"skip_special_tokens", "return_routed_experts"}
 
 
 def refuse_unimplemented(body: GenerationBody) -> None:
@@ -48,7 +48,7 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, float], vocab_s
 
 def usage_error(error: UsageError) -> ApiError:
     """400; our messages begin with the field that is wrong."""
-    first = str(error).split(maxsplit=1)[0]
+    first = str(error).split(maxsplit=1)[0].rstrip(":")
     is_field = first in GenerationBody.model_fields or first in ("logprobs", "prompt_logprobs")
     return ApiError(400, str(error), param=first if is_field else None)
 

@@ -36,7 +36,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "documents": ([],),
     "chat_template": (),
     "suffix": ("",),
-    "return_routed_experts": (False,),
     "kv_transfer_params": (),
     "bad_words": ([],),
     "allowed_token_ids": (),
@@ -138,6 +137,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    return_routed_experts: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=1, le=_INT32)
     user: str | None = None

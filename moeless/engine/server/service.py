@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from moeless.config.serve import ServeConfig
-from moeless.engine.engine import ModelFacts
+from moeless.engine.facts import ModelFacts
 from moeless.engine.front import Front
 from moeless.engine.messages import Progress
 from moeless.engine.prometheus import ServiceMetrics
@@ -17,7 +17,7 @@ from moeless.engine.request import SamplingParams
 from moeless.engine.server.errors import ApiError
 from moeless.engine.server.prompts import Prompts
 from moeless.engine.server.sampling import usage_error
-from moeless.engine.submission import Submission, check_submission
+from moeless.engine.submission import Submission, check_routed_experts, check_submission
 from moeless.errors import CapacityError, UsageError
 
 _GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -81,8 +81,14 @@ class Service:
         Raises:
             ApiError: 400 for a request that can't be run, naming `param`; 503 when the queue is full.
         """
+        facts = self.front.facts
+        assert facts is not None, "require_ready comes first"
         for prompt in prompts:
-            self._check(prompt, params, param)
+            self._check(facts, prompt, params, param)
+        try:
+            check_routed_experts(prompts, params, facts)
+        except UsageError as error:
+            raise usage_error(error) from None
         submissions = [
             Submission(request_id=f"{request_id}.{p}", index=j, prompt=prompt, params=params, seed=seed)
             for p, prompt in enumerate(prompts)
@@ -100,9 +106,7 @@ class Service:
         choices = {(s.request_id, s.index): choice for choice, s in enumerate(submissions)}
         return _by_choice(tokens, choices), stack
 
-    def _check(self, prompt: list[int], params: SamplingParams, param: str) -> None:
-        facts = self.front.facts
-        assert facts is not None, "require_ready comes first"
+    def _check(self, facts: ModelFacts, prompt: list[int], params: SamplingParams, param: str) -> None:
         try:
             check_submission(
                 prompt,

@@ -6,15 +6,21 @@ import os
 import signal
 import threading
 import time
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from moeless.engine.routed_experts import from_npy
+from tests.engine.routed import check_routes
 from tests.engine.server.running import RunningServer, running, wait_for
 from tests.engine.server.test_server_life import Stream, text_of
+from tests.engine.serving import random_prompts
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 HEARTBEAT_S = 4.0
@@ -75,6 +81,22 @@ def test_a_rank_killed_in_mid_stream(
     assert team.metric("moeless:recovery_seconds_count", client) == recoveries + 1
     assert team.metric("moeless:ep_ranks", client, state="alive") == 3
     assert team.metric("moeless:ep_ranks", client, state="joining") == 0
+
+
+def test_routed_experts_after_a_rank_was_killed(team: RunningServer, client: httpx.Client, demo_model: Path) -> None:
+    """What survivors compute again is routed again: every token is there once."""
+    token, num_tokens = 300, 80
+    asked: dict[str, Any] = {"max_tokens": num_tokens, "logit_bias": {str(token): 100}, "return_routed_experts": True}
+    prompts = random_prompts((30, 50, 70), 4096)
+    streams = [Stream(client, prompt=prompt, **asked) for prompt in prompts]
+    for stream in streams:
+        stream.began.wait(120)
+    os.kill(team.rank_pids()[1], signal.SIGKILL)
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
+    for prompt, stream in zip(prompts, streams, strict=True):
+        stream.finish()
+        content = b64decode(stream.events[-1]["choices"][0]["routed_experts"])
+        check_routes(model, prompt + [token] * (num_tokens - 1), from_npy(content))
 
 
 def test_a_rank_killed_while_prompts_are_computed(team: RunningServer, client: httpx.Client) -> None:

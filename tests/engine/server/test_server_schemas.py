@@ -89,7 +89,6 @@ def test_wrong_values_are_refused_by_name(field: str, value: Any) -> None:
         ("functions", [{}]),
         ("best_of", 3),
         ("suffix", "end"),
-        ("return_routed_experts", True),
         ("use_beam_search", True),
         ("stream_options", {"include_usage": True}),  # without stream
     ],
