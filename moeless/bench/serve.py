@@ -20,7 +20,7 @@ from moeless.bench.serve_load import LoadOptions, LoadRun, api_headers, first_mo
 from moeless.bench.serve_numbers import details, same_text_share, summarise
 from moeless.bench.serve_plots import draw_serve
 from moeless.bench.serve_process import running_server
-from moeless.bench.serve_requests import Load, TokenizeClient, make_load
+from moeless.bench.serve_requests import Load, make_load
 from moeless.config.bench_serve import BenchServeConfig
 from moeless.errors import RankError
 from moeless.files import require_writable, write_json
@@ -78,7 +78,7 @@ def _measure(config: BenchServeConfig, base_url: str, load: Load | None) -> tupl
     with httpx.Client(base_url=base_url, headers=api_headers(), timeout=60) as client:
         model = first_model(client)
         name = config.model if config.base_url is not None and config.model is not None else model["id"]
-        load = load or make_load(config, TokenizeClient(client, name), model.get("max_model_len") or 2**31)
+        load = load or make_load(config, client, name, model.get("max_model_len") or 2**31)
     options = LoadOptions(
         model=name,
         ignore_eos=config.ignore_eos or config.trace is not None or config.dataset_name == "random",

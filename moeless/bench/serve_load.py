@@ -1,4 +1,4 @@
-"""Sending requests at their times and noting when each token comes back, over OpenAI's streaming completions.
+"""Sending requests at their times and noting when each token comes back, over OpenAI's streaming endpoints.
 
 Works with any server of that API. Times are this process's clock: they hold the network and the client as well.
 """
@@ -26,6 +26,10 @@ class LoadRequest:
     due_s: float
     prompt: tuple[int, ...]
     num_output: int
+    message: str | None = None
+    """Sent in place of the ids to the chat endpoint, whose template makes them of it."""
+    is_cut: bool = False
+    """Whether more was wanted than fits in the context."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,10 +117,14 @@ async def send(
     client: httpx.AsyncClient, request: LoadRequest, sample: Sample, options: LoadOptions, begin_s: float
 ) -> None:
     """Stream one completion into `sample`; what goes wrong is its `error`, never raised."""
+    if request.message is None:
+        path, asked = "/v1/completions", {"prompt": list(request.prompt), "max_tokens": request.num_output}
+    else:
+        messages = [{"role": "user", "content": request.message}]
+        path, asked = "/v1/chat/completions", {"messages": messages, "max_completion_tokens": request.num_output}
     body = {
         "model": options.model,
-        "prompt": list(request.prompt),
-        "max_tokens": request.num_output,
+        **asked,
         "temperature": options.temperature,
         "ignore_eos": options.ignore_eos,
         "stream": True,
@@ -124,7 +132,7 @@ async def send(
     }
     sample.sent_s = time.perf_counter() - begin_s
     try:
-        async with asyncio.timeout(options.timeout_s), client.stream("POST", "/v1/completions", json=body) as answer:
+        async with asyncio.timeout(options.timeout_s), client.stream("POST", path, json=body) as answer:
             if answer.status_code != 200:
                 sample.error = describe_error(answer.status_code, await answer.aread())
             else:
@@ -148,14 +156,25 @@ async def _read(answer: httpx.Response, sample: Sample, begin_s: float) -> None:
         if "error" in event:
             sample.error = str(event["error"].get("message", event["error"]))
         for choice in event.get("choices", ()):
-            sample.token_times_s.append(now_s)
-            sample.text += choice.get("text") or ""
+            text = _token_text(choice)
+            if text is not None:
+                sample.token_times_s.append(now_s)
+                sample.text += text
             finished |= choice.get("finish_reason") in ("stop", "length")
         if event.get("usage"):
             sample.num_output = event["usage"]["completion_tokens"]
     sample.num_output = sample.num_output or len(sample.token_times_s)
     if sample.error is None and not (finished and sample.token_times_s):
         sample.error = "the stream ended before the completion did"
+
+
+def _token_text(choice: dict[str, Any]) -> str | None:
+    """The text of a chunk's token, which may be empty; None for a chunk without one, such as chat's first, a role."""
+    if "delta" not in choice:
+        return choice.get("text") or ""
+    delta = choice["delta"]
+    content: str | None = delta.get("content")
+    return None if "role" in delta and not content else content
 
 
 def describe_error(status: int, body: bytes) -> str:

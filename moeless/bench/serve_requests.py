@@ -1,6 +1,7 @@
 """The requests of a load: prompts from text, from random tokens, or as long as a trace says, and when each is due.
 
-The server's own `/tokenize` makes ids from text. So lengths are exact, and no tokenizer is loaded here.
+The server's own `/tokenize` makes ids from text. So lengths are exact, and no tokenizer is loaded here. For the chat
+endpoint the ids are made text again, as much as fits with the template around it.
 
 Legend: N requests, P tokens of the pool that prompts are cut from.
 """
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -32,11 +33,10 @@ _DEFAULT_OUTPUT, _DEFAULT_RANDOM_INPUT = 128, 1_024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Requests in order of arrival, where they are from, and how many were cut to the context length."""
+    """Requests in order of arrival, and where they are from."""
 
     requests: list[LoadRequest]
     source: str
-    num_cut: int
 
     def as_dict(self) -> dict[str, Any]:
         """Facts for the result file; lengths are those asked for."""
@@ -47,72 +47,117 @@ class Load:
             "last_due_s": self.requests[-1].due_s,
             "mean_prompt_tokens": float(np.mean(prompts)),
             "mean_output_tokens": float(np.mean(outputs)),
-            "cut_to_context": self.num_cut,
+            "cut_to_context": sum(r.is_cut for r in self.requests),
         }
 
 
 class TokenizeClient:
     """Token ids from the server that will be measured."""
 
-    def __init__(self, client: httpx.Client, model: str) -> None:
-        """Ask `client` for the tokens of `model`."""
-        self._client, self._model = client, model
+    def __init__(self, client: httpx.Client, model: str, *, for_chat: bool = False) -> None:
+        """Ask `client` for the tokens of `model`; `for_chat`, texts are parts of messages, without special tokens."""
+        self._client, self._model, self._for_chat = client, model, for_chat
 
     def text(self, text: str) -> list[int]:
         """A text's ids. Raises `DataError` when the server refuses."""
-        answer = self._post({"prompt": text[:_MAX_CHARACTERS]})
+        answer = self._post({"prompt": text[:_MAX_CHARACTERS], "add_special_tokens": not self._for_chat})
         if answer.status_code != 200:
             reason = describe_error(answer.status_code, answer.content)
             raise DataError(f"the server's /tokenize says {reason}; give rows with token_ids in --dataset-path")
         return self._ids(answer)
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """A conversation's ids by the chat template; without one, or where it refuses, those of the bare contents."""
+        """A conversation's ids by the chat template; without one, or where it refuses, those of the bare contents.
+
+        Those of the contents also when the chat endpoint will lay them out.
+        """
         cut = [{**message, "content": message["content"][:_MAX_CHARACTERS]} for message in messages]
-        answer = self._post({"messages": cut})
-        if answer.status_code != 200:
+        answer = None if self._for_chat else self._post({"messages": cut})
+        if answer is None or answer.status_code != 200:
             return self.text("\n\n".join(message["content"] for message in cut))
         return self._ids(answer)
 
-    def _post(self, body: dict[str, Any]) -> httpx.Response:
+    def message(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text of `ids`, and the ids of a conversation that has it as its only message. Raises `DataError`."""
+        answer = self._post({"tokens": list(ids)}, "/detokenize")
+        if answer.status_code != 200:
+            reason = describe_error(answer.status_code, answer.content)
+            raise DataError(f"the server's /detokenize says {reason}; --backend openai-chat needs it")
+        text: str = answer.json()["prompt"]
+        answer = self._post({"messages": [{"role": "user", "content": text}]})
+        if answer.status_code != 200:
+            reason = describe_error(answer.status_code, answer.content)
+            raise DataError(f"the server lays out no message for --backend openai-chat: /tokenize says {reason}")
+        return text, self._ids(answer)
+
+    def _post(self, body: dict[str, Any], path: str = "/tokenize") -> httpx.Response:
         try:
-            return self._client.post("/tokenize", json={"model": self._model, **body})
+            return self._client.post(path, json={"model": self._model, **body})
         except httpx.HTTPError as error:
-            raise DataError(f"the server's /tokenize failed: {error!r}") from error
+            raise DataError(f"the server's {path} failed: {error!r}") from error
 
     def _ids(self, answer: httpx.Response) -> list[int]:
         ids: list[int] = answer.json()["tokens"]
         return ids
 
 
-def make_load(config: BenchServeConfig, tokens: TokenizeClient, max_model_len: int) -> Load:
+def make_load(config: BenchServeConfig, client: httpx.Client, model: str, max_model_len: int) -> Load:
     """The requests that `config` asks for; the same for the same configuration, tokenizer and context length.
 
     Raises:
-        DataError: a data set or trace that cannot be used.
+        DataError: a data set or trace that cannot be used, or a server that cannot tokenize it.
     """
+    if config.backend == "openai":
+        return _make_load(config, TokenizeClient(client, model), max_model_len)
+    tokens = TokenizeClient(client, model, for_chat=True)
+    num_around = len(tokens.message([])[1])
+    if num_around >= max_model_len - 1:
+        raise DataError(f"the chat template alone takes {num_around} of the {max_model_len} tokens of the context")
+    load = _make_load(config, tokens, max_model_len, num_around)
+    return replace(load, requests=[as_message(request, tokens, max_model_len) for request in load.requests])
+
+
+def as_message(request: LoadRequest, tokens: TokenizeClient, max_model_len: int) -> LoadRequest:
+    """The request for the chat endpoint: as much of its prompt's end as fits in the context as one user message.
+
+    A text's ids may be a few more or less than those it was made of, so the prompt's length is what the server says.
+    """
+    ids, room = list(request.prompt), max_model_len - request.num_output
+    text, prompt = tokens.message(ids)
+    while len(prompt) > room and ids:
+        ids = ids[len(prompt) - room :]
+        text, prompt = tokens.message(ids)
+    num_output = min(request.num_output, max_model_len - len(prompt))
+    is_cut = request.is_cut or len(ids) < len(request.prompt) or num_output < request.num_output
+    return replace(request, prompt=tuple(prompt), message=text, num_output=num_output, is_cut=is_cut)
+
+
+def _make_load(config: BenchServeConfig, tokens: TokenizeClient, max_model_len: int, num_around: int = 0) -> Load:
+    """The requests by token ids; given lengths are those with `num_around` further tokens of a template."""
     corpus = load_corpus(config.dataset_path)
     documents = list(corpus.documents)
     random.Random(config.seed).shuffle(documents)
     if config.trace is not None:
         due_s_N, prompts_N, outputs_N, name = _of_trace(config)
         pairs = zip(prompts_N.tolist(), outputs_N.tolist(), strict=True)
-        return _cut_from_pool(config, _pool(documents, tokens), due_s_N, pairs, max_model_len, name)
+        requests = _cut_from_pool(config, _pool(documents, tokens), due_s_N, pairs, max_model_len, num_around)
+        return Load(requests=requests, source=name)
     num_requests = config.num_prompts or _DEFAULT_REQUESTS
     due_s_N = due_times_s(num_requests, config.request_rate, config.burstiness or 1.0, config.seed)
     if config.dataset_name == "random":
         pool_P = np.unique(_pool(documents, tokens))
         lengths = (config.random_input_len or _DEFAULT_RANDOM_INPUT, config.random_output_len or _DEFAULT_OUTPUT)
-        name = f"random tokens of {corpus.name}"
-        return _cut_from_pool(config, pool_P, due_s_N, [lengths] * num_requests, max_model_len, name)
+        requests = _cut_from_pool(config, pool_P, due_s_N, [lengths] * num_requests, max_model_len, num_around)
+        return Load(requests=requests, source=f"random tokens of {corpus.name}")
     encoded = [_encode(document, tokens, config.output_len) for document in documents[:num_requests]]
-    requests, num_cut = [], 0
+    requests = []
     for number, due_s in enumerate(due_s_N.tolist()):
         prompt, wanted = encoded[number % len(encoded)]
         num_prompt, num_output = fit(len(prompt), wanted, max_model_len)
-        num_cut += (num_prompt, num_output) != (len(prompt), wanted)
-        requests.append(LoadRequest(due_s=due_s, prompt=tuple(prompt[-num_prompt:]), num_output=num_output))
-    return Load(requests=requests, source=corpus.name, num_cut=num_cut)
+        is_cut = (num_prompt, num_output) != (len(prompt), wanted)
+        ids = tuple(prompt[-num_prompt:])
+        requests.append(LoadRequest(due_s=due_s, prompt=ids, num_output=num_output, is_cut=is_cut))
+    return Load(requests=requests, source=corpus.name)
 
 
 def due_times_s(num_requests: int, rate: float, burstiness: float, seed: int) -> NDArray[np.float64]:
@@ -154,20 +199,22 @@ def _cut_from_pool(
     due_s_N: NDArray[np.float64],
     lengths: Iterable[tuple[int, int]],
     max_model_len: int,
-    name: str,
-) -> Load:
+    num_around: int,
+) -> list[LoadRequest]:
     """Prompts of given lengths: random draws from the pool, or stretches of it from random places, around its end."""
     rng = np.random.default_rng(config.seed)
-    requests, num_cut = [], 0
+    requests = []
     for due_s, (wanted_prompt, wanted_output) in zip(due_s_N.tolist(), lengths, strict=True):
         num_prompt, num_output = fit(wanted_prompt, wanted_output, max_model_len)
-        num_cut += (num_prompt, num_output) != (wanted_prompt, wanted_output)
+        is_cut = (num_prompt, num_output) != (wanted_prompt, wanted_output)
+        num_ids = max(1, num_prompt - num_around)
         if config.dataset_name == "random":
-            ids = rng.choice(pool_P, num_prompt)
+            ids = rng.choice(pool_P, num_ids)
         else:
-            ids = pool_P[(rng.integers(len(pool_P)) + np.arange(num_prompt)) % len(pool_P)]
-        requests.append(LoadRequest(due_s=due_s, prompt=tuple(ids.tolist()), num_output=num_output))
-    return Load(requests=requests, source=name, num_cut=num_cut)
+            ids = pool_P[(rng.integers(len(pool_P)) + np.arange(num_ids)) % len(pool_P)]
+        prompt = tuple(ids.tolist())
+        requests.append(LoadRequest(due_s=due_s, prompt=prompt, num_output=num_output, is_cut=is_cut))
+    return requests
 
 
 def _pool(documents: list[Document], tokens: TokenizeClient) -> NDArray[np.int64]:

@@ -50,6 +50,11 @@ class BenchServeConfig(Config):
         "Seconds to wait until the server is ready.", default=600.0, minimum=0.1, group="Server"
     )
 
+    backend: Literal["openai", "openai-chat"] = option(
+        "openai: prompts go to /v1/completions as token ids; openai-chat: to /v1/chat/completions as one user message.",
+        default="openai",
+        group="Requests",
+    )
     num_prompts: int | None = option(
         "Requests (default: 1,000, or all of the trace).", default=None, minimum=1, group="Requests"
     )

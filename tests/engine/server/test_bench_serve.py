@@ -7,12 +7,16 @@ import math
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from moeless.bench.serve import run_bench_serve
+from moeless.bench.serve_load import LoadRequest
+from moeless.bench.serve_requests import TokenizeClient, as_message
 from moeless.config.bench_serve import BenchServeConfig
 from moeless.errors import DataError, RankError
 from tests.engine.server.running import MODEL, START_S, RunningServer, wait_for
@@ -68,6 +72,64 @@ def test_counts_and_texts_are_the_servers(
     index = kept["input_lens"].index(len(ids))
     body = {"prompt": ids, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     assert kept["generated_texts"][index] == client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+
+def test_chat_backend_sends_one_user_message(
+    server: RunningServer, client: httpx.Client, prompts: Path, tmp_path: Path
+) -> None:
+    made, routed = "moeless:generation_tokens_total", "moeless:rank_tokens_total"
+    before = {name: server.metric(name, client) for name in (made, routed)}
+    common: dict[str, Any] = {"base_url": server.url, "dataset_path": str(prompts), "num_prompts": 4, "output_len": 5}
+    common |= {"ignore_eos": True, "save_detailed": True, "plots": False}
+    result = run_bench_serve(BenchServeConfig(backend="openai-chat", out=tmp_path / "chat", **common))
+    assert (result["completed"], result["failed"], result["errors"]) == (4, 0, {})
+    assert result["total_output_tokens"] == 20 == server.metric(made, client) - before[made]
+    # the server ran as many prompt tokens as the result says: the template's are among them
+    tokens = result["total_input_tokens"] + 4 * 4
+    assert server.metric(routed, client) - before[routed] == tokens * TOP_K * LAYERS
+    kept = result["requests"]["server"]
+    assert [len(gaps) for gaps in kept["itls"]] == [4] * 4  # the chunk that is only a role is no token
+    for said in ("A list is a kind of", "Say 1."):
+        body = {"messages": [{"role": "user", "content": said}]}
+        length = client.post("/tokenize", json=body).json()["count"]
+        body |= {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert answer["usage"]["prompt_tokens"] == length
+        assert (length, answer["choices"][0]["message"]["content"]) in zip(
+            kept["input_lens"], kept["generated_texts"], strict=True
+        )
+    plain = run_bench_serve(BenchServeConfig(out=tmp_path / "plain", **common))
+    assert plain.keys() == result.keys()
+    assert plain["config"]["backend"] == "openai"
+    assert plain["total_input_tokens"] < result["total_input_tokens"]
+
+
+def test_messages_are_cut_to_the_context(server: RunningServer, client: httpx.Client, tmp_path: Path) -> None:
+    tokens = TokenizeClient(client, MODEL, for_chat=True)
+    ids = tokens.text("One two three four, and then a fifth that is the last")
+    around = len(tokens.message([])[1])
+    request = LoadRequest(due_s=1.0, prompt=tuple(ids), num_output=4)
+    fits = as_message(request, tokens, 100)
+    assert (fits.message, fits.is_cut) == ("One two three four, and then a fifth that is the last", False)
+    assert (len(fits.prompt), fits.num_output, fits.due_s) == (len(ids) + around, 4, 1.0)
+    cut = as_message(request, tokens, len(ids) + 4)
+    assert cut.message is not None
+    assert fits.message.endswith(cut.message)
+    assert (len(cut.prompt) <= len(ids), cut.num_output, cut.is_cut) == (True, 4, True)
+    bare = as_message(replace(request, num_output=40), tokens, 41)
+    assert (bare.message, len(bare.prompt), bare.num_output) == ("", around, 41 - around)
+
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"token_ids": ids * 300}))
+    common: dict[str, Any] = {"base_url": server.url, "backend": "openai-chat", "save_detailed": True, "plots": False}
+    config = BenchServeConfig(**common, dataset_path=str(path), num_prompts=1, output_len=4, out=tmp_path)
+    result = run_bench_serve(config)
+    assert (result["completed"], result["load"]["cut_to_context"]) == (1, 1)
+    assert 1_000 < result["total_input_tokens"] <= 2_048 - 4
+    random = {"dataset_name": "random", "random_input_len": 60, "random_output_len": 4, "num_prompts": 3}
+    result = run_bench_serve(BenchServeConfig(**common, **random, out=tmp_path))
+    assert (result["completed"], result["total_output_tokens"]) == (3, 12)
+    assert all(40 <= length <= 90 for length in result["requests"]["server"]["input_lens"])
 
 
 def test_trace_gives_times_and_lengths(server: RunningServer, tmp_path: Path) -> None:
