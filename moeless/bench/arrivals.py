@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 
 from moeless.errors import DataError
 
+BLOCK_TOKENS = 512
+"""Prompt tokens that a hash id of Mooncake's stands for."""
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+_Row = tuple[float, int, int, tuple[int, ...]]
+"""Seconds, prompt tokens, output tokens, blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +33,8 @@ class Arrivals:
     prompt_tokens_N: NDArray[np.int64]
     output_tokens_N: NDArray[np.int64]
     name: str
+    blocks: tuple[tuple[int, ...], ...] = ()
+    """Where a trace tells it, each request's prompt in blocks of `BLOCK_TOKENS`: the same number is the same text."""
 
     def __len__(self) -> int:
         return len(self.times_s_N)
@@ -34,6 +42,8 @@ class Arrivals:
 
 def read_arrivals(path: Path) -> Arrivals:
     """Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSONL (timestamp in ms, input_length, ...).
+
+    Mooncake's `hash_ids` become `Arrivals.blocks`.
 
     Raises:
         DataError: another kind of file, or a row that cannot be read, named by line and reason.
@@ -49,13 +59,15 @@ def read_arrivals(path: Path) -> Arrivals:
         raise DataError(f"{path}: cannot be read ({error})") from error
     if not rows:
         raise DataError(f"{path}: no requests in it")
-    times, prompts, outputs = (np.array(column) for column in zip(*rows, strict=True))
+    times, prompts, outputs = (np.array(column) for column in list(zip(*rows, strict=True))[:3])
     order = np.argsort(times, kind="stable")
+    blocks = tuple(rows[i][3] for i in order)
     return Arrivals(
         times_s_N=times[order] - times.min(),
         prompt_tokens_N=prompts[order],
         output_tokens_N=outputs[order],
         name=path.name,
+        blocks=blocks if any(blocks) else (),
     )
 
 
@@ -71,7 +83,7 @@ def poisson_arrivals(rate_per_s: float, lengths: NDArray[np.int64], num_requests
     )
 
 
-def _azure_rows(path: Path) -> Iterator[tuple[float, int, int]]:
+def _azure_rows(path: Path) -> Iterator[_Row]:
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         lacking = [column for column in _AZURE_COLUMNS if column not in (reader.fieldnames or ())]
@@ -87,10 +99,11 @@ def _azure_rows(path: Path) -> Iterator[tuple[float, int, int]]:
                 raise DataError(f"{where}: TIMESTAMP {row['TIMESTAMP']!r} is no date and time") from None
             first = time if first is None else first
             seconds = float((time - first) / np.timedelta64(1, "s"))
-            yield seconds, *(_tokens(where, column, row[column]) for column in _AZURE_COLUMNS[1:])  # type: ignore[misc]
+            prompt, output = (_tokens(where, column, row[column]) for column in _AZURE_COLUMNS[1:])
+            yield seconds, prompt, output, ()
 
 
-def _mooncake_rows(path: Path) -> Iterator[tuple[float, int, int]]:
+def _mooncake_rows(path: Path) -> Iterator[_Row]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}: line {number}"
@@ -102,7 +115,11 @@ def _mooncake_rows(path: Path) -> Iterator[tuple[float, int, int]]:
                 prompt, output = row["input_length"], row["output_length"]
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f"{where}: needs timestamp, input_length and output_length ({error!r})") from None
-            yield seconds, _tokens(where, "input_length", prompt), _tokens(where, "output_length", output)
+            blocks = row.get("hash_ids") or []
+            if not isinstance(blocks, list) or not all(type(block) is int and block >= 0 for block in blocks):
+                raise DataError(f"{where}: hash_ids must be a list of whole numbers")
+            lengths = _tokens(where, "input_length", prompt), _tokens(where, "output_length", output)
+            yield seconds, *lengths, tuple(blocks)
 
 
 def _tokens(where: str, name: str, value: object) -> int:

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from moeless.bench.arrivals import read_arrivals
+from moeless.bench.arrivals import BLOCK_TOKENS, Arrivals, read_arrivals
 from moeless.bench.serve_load import LoadRequest, describe_error
 from moeless.config.bench_serve import BenchServeConfig
 from moeless.errors import DataError
@@ -138,10 +138,11 @@ def _make_load(config: BenchServeConfig, tokens: TokenizeClient, max_model_len: 
     documents = list(corpus.documents)
     random.Random(config.seed).shuffle(documents)
     if config.trace is not None:
-        due_s_N, prompts_N, outputs_N, name = _of_trace(config)
-        pairs = zip(prompts_N.tolist(), outputs_N.tolist(), strict=True)
-        requests = _cut_from_pool(config, _pool(documents, tokens), due_s_N, pairs, max_model_len, num_around)
-        return Load(requests=requests, source=name)
+        trace = _of_trace(config)
+        pairs = zip(trace.prompt_tokens_N.tolist(), trace.output_tokens_N.tolist(), strict=True)
+        pool_P = _pool(documents, tokens)
+        requests = _cut_from_pool(config, pool_P, trace.times_s_N, pairs, max_model_len, num_around, trace.blocks)
+        return Load(requests=requests, source=trace.name)
     num_requests = config.num_prompts or _DEFAULT_REQUESTS
     due_s_N = due_times_s(num_requests, config.request_rate, config.burstiness or 1.0, config.seed)
     if config.dataset_name == "random":
@@ -177,10 +178,8 @@ def fit(num_prompt: int, num_output: int, max_model_len: int) -> tuple[int, int]
     return max(1, min(num_prompt, max_model_len - num_output)), num_output
 
 
-def _of_trace(
-    config: BenchServeConfig,
-) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], str]:
-    """Due times, prompt lengths and output lengths of the part of the trace that was asked for, and its name."""
+def _of_trace(config: BenchServeConfig) -> Arrivals:
+    """The part of the trace that was asked for, scaled."""
     assert config.trace is not None
     arrivals = read_arrivals(config.trace)
     keep = slice(0, int(np.sum(arrivals.times_s_N <= (config.max_duration_s or math.inf))))
@@ -190,7 +189,13 @@ def _of_trace(
         np.maximum(1, np.rint(lengths_N[keep] * scale)).astype(np.int64)
         for lengths_N in (arrivals.prompt_tokens_N, arrivals.output_tokens_N)
     )
-    return arrivals.times_s_N[keep] * (config.time_scale or 1.0), prompts_N, outputs_N, arrivals.name
+    return Arrivals(
+        times_s_N=arrivals.times_s_N[keep] * (config.time_scale or 1.0),
+        prompt_tokens_N=prompts_N,
+        output_tokens_N=outputs_N,
+        name=arrivals.name,
+        blocks=arrivals.blocks[keep],
+    )
 
 
 def _cut_from_pool(
@@ -200,21 +205,36 @@ def _cut_from_pool(
     lengths: Iterable[tuple[int, int]],
     max_model_len: int,
     num_around: int,
+    blocks: Sequence[tuple[int, ...]] = (),
 ) -> list[LoadRequest]:
-    """Prompts of given lengths: random draws from the pool, or stretches of it from random places, around its end."""
+    """Prompts of given lengths: random draws from the pool, or stretches of it from random places, around its end.
+
+    Each of a request's `blocks` is a stretch of its own, the same wherever the block's number comes again.
+    """
+    block_tokens = max(1, round(BLOCK_TOKENS * (config.length_scale or 1.0)))
     rng = np.random.default_rng(config.seed)
     requests = []
-    for due_s, (wanted_prompt, wanted_output) in zip(due_s_N.tolist(), lengths, strict=True):
+    for due_s, (wanted_prompt, wanted_output), shared in zip(
+        due_s_N.tolist(), lengths, blocks or [()] * len(due_s_N), strict=True
+    ):
         num_prompt, num_output = fit(wanted_prompt, wanted_output, max_model_len)
         is_cut = (num_prompt, num_output) != (wanted_prompt, wanted_output)
         num_ids = max(1, num_prompt - num_around)
         if config.dataset_name == "random":
             ids = rng.choice(pool_P, num_ids)
         else:
-            ids = pool_P[(rng.integers(len(pool_P)) + np.arange(num_ids)) % len(pool_P)]
+            needed = shared[: math.ceil(num_ids / block_tokens)]
+            parts = [_stretch(pool_P, np.random.default_rng([config.seed, n]), block_tokens) for n in needed]
+            rest = _stretch(pool_P, rng, max(0, num_ids - block_tokens * len(needed)))
+            ids = np.concatenate([*parts, rest])[:num_ids]
         prompt = tuple(ids.tolist())
         requests.append(LoadRequest(due_s=due_s, prompt=prompt, num_output=num_output, is_cut=is_cut))
     return requests
+
+
+def _stretch(pool_P: NDArray[np.int64], rng: np.random.Generator, num_ids: int) -> NDArray[np.int64]:
+    """So many ids of the pool from a random place on, around its end."""
+    return pool_P[(rng.integers(len(pool_P)) + np.arange(num_ids)) % len(pool_P)]
 
 
 def _pool(documents: list[Document], tokens: TokenizeClient) -> NDArray[np.int64]:

@@ -131,6 +131,15 @@ def test_mooncake_rows_and_their_errors(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     path.write_text('{"timestamp": 3000, "input_length": 7, "output_length": 2}\n\n')
     assert read_arrivals(path).prompt_tokens_N.tolist() == [7]
+    assert read_arrivals(path).blocks == ()
+    late = '{"timestamp": 9, "input_length": 600, "output_length": 2, "hash_ids": [4, 9]}\n'
+    early = '{"timestamp": 5, "input_length": 7, "output_length": 2, "hash_ids": [4]}\n'
+    path.write_text(late + early)
+    assert read_arrivals(path).blocks == ((4,), (4, 9))  # in order of arrival, as the rest
+    for wrong in ("7", '["x"]', "[-1]", "[true]"):
+        path.write_text(late.replace("[4, 9]", wrong))
+        with pytest.raises(DataError, match="line 1: hash_ids must be a list of whole numbers"):
+            read_arrivals(path)
     path.write_text('{"timestamp": 3000}\n')
     with pytest.raises(DataError, match="line 1: needs timestamp, input_length and output_length"):
         read_arrivals(path)
@@ -142,4 +151,5 @@ def test_real_arrivals() -> None:
     azure = read_arrivals(real("arrivals/azure_llm_2023_conv.csv"))
     assert len(azure) == 19_366
     assert 3_000 < azure.times_s_N[-1] < 4_000
-    assert len(read_arrivals(real("arrivals/mooncake_conversation_trace.jsonl"))) == 12_031
+    mooncake = read_arrivals(real("arrivals/mooncake_conversation_trace.jsonl"))
+    assert len(mooncake) == len(mooncake.blocks) == 12_031

@@ -16,10 +16,11 @@ import pytest
 
 from moeless.bench.serve import run_bench_serve
 from moeless.bench.serve_load import LoadRequest
-from moeless.bench.serve_requests import TokenizeClient, as_message
+from moeless.bench.serve_requests import TokenizeClient, as_message, make_load
 from moeless.config.bench_serve import BenchServeConfig
 from moeless.errors import DataError, RankError
 from tests.engine.server.running import MODEL, START_S, RunningServer, wait_for
+from tests.engine.serving import random_prompts
 from tests.traces import real
 
 LAYERS, TOP_K = 12, 2
@@ -141,8 +142,44 @@ def test_trace_gives_times_and_lengths(server: RunningServer, tmp_path: Path) ->
     kept = result["requests"]["server"]
     assert (kept["input_lens"], kept["output_lens"]) == ([5, 2044], [2, 4])
     assert result["load"]["cut_to_context"] == 1
-    assert kept["start_times"][1] - kept["start_times"][0] >= 0.39
+    assert kept["start_times"][1] >= 0.39
     assert result["duration"] >= 0.4
+
+
+def test_mooncake_trace_shares_prefixes(server: RunningServer, client: httpx.Client, tmp_path: Path) -> None:
+    rows = [  # ms, prompt, output, blocks of 512 tokens
+        (0, 1_300, 3, [0, 1, 2]),
+        (200, 1_100, 4, [0, 1, 3]),
+        (200, 700, 2, [0, 4]),
+        (500, 512, 5, [5]),
+        (900, 30, 1, [0]),
+    ]
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    trace = tmp_path / "mooncake.jsonl"
+    trace.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows))
+    text = tmp_path / "text.jsonl"  # of random tokens: two places in it begin alike only by chance
+    text.write_text(json.dumps({"token_ids": random_prompts((8_000,), 4_096)[0]}))
+    common: dict[str, Any] = {"base_url": server.url, "trace": trace, "dataset_path": str(text), "plots": False}
+    common["out"] = tmp_path / "out"
+    config = BenchServeConfig(**common, save_detailed=True)
+    prompts = [request.prompt for request in make_load(config, client, MODEL, 2_048).requests]
+    shared = {(0, 1): 1_024, (0, 2): 512, (1, 2): 512, (0, 3): 0, (0, 4): 30, (3, 4): 0}
+    for (one, other), length in shared.items():
+        pairs = list(zip(prompts[one], prompts[other], strict=False))
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        assert same == length, (one, other)
+    half = make_load(replace(config, length_scale=0.5), client, MODEL, 2_048).requests
+    assert half[0].prompt[:512] == half[1].prompt[:512] != half[2].prompt[:512]
+    assert half[0].prompt[:256] == half[2].prompt[:256]
+
+    result = run_bench_serve(config)
+    assert (result["completed"], result["failed"], result["load"]["cut_to_context"]) == (5, 0, 0)
+    kept = result["requests"]["server"]
+    assert list(zip(kept["input_lens"], kept["output_lens"], strict=True)) == [(row[1], row[2]) for row in rows]
+    assert all(sent_s >= row[0] / 1e3 - 0.01 for sent_s, row in zip(kept["start_times"], rows, strict=True))
+    chat = run_bench_serve(BenchServeConfig(**common, backend="openai-chat", save_detailed=True, length_scale=0.1))
+    assert (chat["completed"], chat["failed"]) == (5, 0)
+    assert chat["requests"]["server"]["output_lens"] == [1] * 5
 
 
 def test_real_trace(server: RunningServer, tmp_path: Path) -> None:
