@@ -130,7 +130,7 @@ class LLM:
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._tokenizer is None:
             raise UsageError(f"{self.config.model!r} has no tokenizer; give token ids, or --tokenizer")
-        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return ids
 
     def _run(

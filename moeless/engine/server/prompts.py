@@ -70,8 +70,7 @@ class Prompts:
                 continue_final_message=bool(body.continue_final_message),
                 **extra,
             )
-            ids: list[int] = tokenizer(text, add_special_tokens=bool(body.add_special_tokens))["input_ids"]
-            return ids
+            return _ids(tokenizer, text, bool(body.add_special_tokens))
 
         try:
             ids = await self._elsewhere(render)
@@ -85,12 +84,7 @@ class Prompts:
         tokenizer = self._require_tokenizer()
         if len(text) > self._max_characters:
             raise self._too_long(param)
-
-        def work() -> list[int]:
-            ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-            return ids
-
-        return await self._elsewhere(work)
+        return await self._elsewhere(lambda: _ids(tokenizer, text, add_special_tokens))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """A text from token ids. Raises `ApiError` 400 without a tokenizer."""
@@ -118,6 +112,12 @@ class Prompts:
             param=param,
             code="context_length_exceeded",
         )
+
+
+def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    """A text's ids, without transformers' warning of a long one: what is too long is not the tokenizer's to say."""
+    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    return ids
 
 
 def _plain(message: Message, place: str) -> dict[str, str]:
