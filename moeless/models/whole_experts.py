@@ -42,16 +42,16 @@ class WholeExperts:
         counts_E = np.bincount(owner_R, minlength=self._num_experts)
         rows_RH = torch.from_numpy(hidden_states.numpy()[order_R // top_k])
         y_RH = self._ffn.grouped(rows_RH, self._weights, counts_E.tolist(), multiply_by_expert).numpy()
-        y_TKH = np.empty((len(hidden_states), top_k, y_RH.shape[1]), y_RH.dtype)
+        y_TKH = np.empty((*top_k_index.shape, y_RH.shape[1]), y_RH.dtype)
         y_TKH.reshape(y_RH.shape)[order_R] = y_RH
         return (torch.from_numpy(y_TKH) * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
 def multiply_by_expert(x_RH: torch.Tensor, weight_EHO: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Each expert's rows times its weights [R, O]; rows come in order of expert."""
-    y_RO = torch.empty((len(x_RH), weight_EHO.shape[2]), dtype=x_RH.dtype)
+    y_RO = x_RH.new_empty(x_RH.shape[0], weight_EHO.shape[2])
     x, weight, y = x_RH.numpy(), weight_EHO.numpy(), y_RO.numpy()
-    most_rows = _SMALL_PRODUCT // (weight.shape[1] * weight.shape[2])
+    most_rows = _SMALL_PRODUCT // weight[0].size
     start = 0
     for expert, count in enumerate(counts):
         if not count:
