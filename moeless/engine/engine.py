@@ -29,6 +29,7 @@ from moeless.engine.text import TextStream
 from moeless.engine.traffic import Traffic
 from moeless.models.checkpoint import LoadedModel, load_model
 from moeless.models.expert_store import ExpertSource
+from moeless.models.small_products import hold_blas_to_one_thread, install_small_linears
 from moeless.models.weights import load_skeleton
 from moeless.models.whole_experts import install_whole_experts
 from moeless.policy.cost import CostModel
@@ -50,10 +51,12 @@ class Engine:
             install_whole_experts(loaded.layers)
         else:
             loaded, self._source = load_skeleton(config)
+        install_small_linears(loaded.model, but=loaded.model.get_input_embeddings())
+        hold_blas_to_one_thread()
         self.experts: ExpertLayers | None = None
         self._loaded, self._foresight = loaded, _foresight(config, loaded)
         self.runner = ModelRunner(loaded.model, config.kv_tokens)
-        self._tap = LayerTap(loaded.layers, self.runner.device) if config.runs_whole else None
+        self._tap = LayerTap(loaded.layers) if config.runs_whole else None
         self.scheduler = self._new_scheduler()
         self.tokenizer = loaded.tokenizer
         self.facts = model_facts(config, loaded, self.runner.kv.allocator.max_extent)

@@ -19,13 +19,12 @@ from moeless.models.family import MoeLayer
 class LayerTap:
     """Keeps a step's ids and counts them all at its end, so that a layer pays for no operation and no wait."""
 
-    def __init__(self, layers: Sequence[MoeLayer], device: torch.device) -> None:
+    def __init__(self, layers: Sequence[MoeLayer]) -> None:
         """Hook into the layers for good."""
         num_experts = max(layer.num_experts for layer in layers)
         self._shape = len(layers), num_experts
-        self._first_cell_L = torch.arange(len(layers), device=device) * num_experts
+        self._first_cell_L = np.arange(len(layers)) * num_experts
         self._ids: list[torch.Tensor | None] = [None] * len(layers)
-        self._ready_EG = np.ones((num_experts, 1), bool)
         self.traffic = Traffic(len(layers), num_experts, num_ranks=1)
         for layer in layers:
             if layer.experts_receive_ids:
@@ -42,13 +41,10 @@ class LayerTap:
     def flush(self) -> None:
         """Hand the step's counts to `traffic`."""
         ids = self.step_ids()
-        lengths_L = torch.tensor([layer_ids.numel() for layer_ids in ids], device=self._first_cell_L.device)
-        cells = torch.cat([layer_ids.flatten() for layer_ids in ids])
-        cells = cells + self._first_cell_L.repeat_interleave(lengths_L, output_size=len(cells))
-        counts = torch.bincount(cells, minlength=self._shape[0] * self._shape[1])
-        counts_LE = counts.view(self._shape).cpu().numpy()
-        for ordinal, counts_E in enumerate(counts_LE):
-            self.traffic.note(ordinal, counts_E[None], counts_E[:, None], self._ready_EG, None)
+        cells = torch.cat([layer_ids.flatten() for layer_ids in ids]).cpu().numpy()
+        cells = cells + np.repeat(self._first_cell_L, [layer_ids.numel() for layer_ids in ids])
+        counts = np.bincount(cells, minlength=self._shape[0] * self._shape[1])
+        self.traffic.note_whole(counts.reshape(self._shape))
         self._ids = [None] * len(self._ids)
 
     def _on_experts(self, ordinal: int) -> Callable[..., None]:

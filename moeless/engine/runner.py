@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from moeless.engine.kv_cache import KvCache
@@ -25,6 +26,7 @@ from moeless.engine.sequence import Sequence
 from moeless.errors import UnsupportedModelError
 from moeless.models.attention import caches_latents, install_attention
 from moeless.models.family import supports_packing
+from moeless.models.small_products import LARGEST
 
 # Their frequencies depend on the longest sequence of the batch beyond this many positions, so that what a sequence
 # computes would depend on its neighbours.
@@ -52,6 +54,7 @@ class ModelRunner:
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         install_attention(model, self.kv)
         parameters = inspect.signature(inspect.unwrap(model.forward)).parameters
+        self._num_threads, self._widest = torch.get_num_threads(), _widest(model)
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.num_tokens_run = 0
 
@@ -75,6 +78,7 @@ class ModelRunner:
         scored = [(c, last_rows[i]) for i, c in enumerate(ordered) if c.sequence.wants_prompt_logprobs]
         score_rows = [np.arange(end - c.num_new + 1, end + 1) for c, end in scored]
         rows = np.concatenate([last_rows[due], *score_rows])
+        _use_threads(1 if len(ids) * self._widest <= LARGEST else self._num_threads)
         logits_SV = self._forward(ids, batch.positions_Q, rows if len(rows) else last_rows[-1:])
         start = len(due)
         for chunk, _ in scored:
@@ -117,6 +121,18 @@ class ModelRunner:
             if logprobs is not None:
                 sequence.logprobs.append(logprobs)
             sequence.append(token)
+
+
+def _widest(model: PreTrainedModel) -> int:
+    """The most weights of a linear layer; the last one, which few rows go through, does not count."""
+    last = model.get_output_embeddings()
+    return max((m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not last), default=0)
+
+
+def _use_threads(number: int) -> None:
+    """Threads of torch's operations; set only when it changes, since that starts threads anew."""
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
 
 
 def _new_tokens(chunk: Chunk) -> list[int]:

@@ -73,6 +73,17 @@ class Traffic:
         if self._recorder is not None:
             self._recorder.record_layer(layer, counts_GE, ready_EG, predicted_E)
 
+    def note_whole(self, counts_LE: Ints) -> None:
+        """Take in all layers of a step of a model that runs whole on one rank."""
+        self._sources_G = counts_LE[-1].sum(keepdims=True)
+        self.tokens_LE += counts_LE
+        self.rank_tokens_LG += counts_LE.sum(1, keepdims=True)
+        self._last_LE[:], self._last_shares_LEG[..., 0] = counts_LE, counts_LE
+        self._last_ready_LEG[:] = True
+        if self._recorder is not None:
+            for layer, counts_E in enumerate(counts_LE):
+                self._recorder.record_layer(layer, counts_E[None], np.ones((len(counts_E), 1), bool), None)
+
     def note_time(self, layer: int, seconds: float, stage_s: Mapping[str, float]) -> None:
         """Take in how long a layer took on this rank, and its stages."""
         self.layer[layer].note(seconds)

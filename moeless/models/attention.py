@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
+
+from moeless.models.attend import attend_many, attend_one
 
 ATTENTION_NAME = "moeless_packed"
 
@@ -168,10 +169,10 @@ def packed_attention(
             batch.masks[where] = _additive_mask(group, window, layer.chunk, query)
         rest = (key_BCSD, value_BCSV, batch.masks[where], scaling, sinks_A, softcap)
         if group.num_new == 1:
-            outputs.append(_attend_one(query_QAD[group.rows], *rest))
+            outputs.append(attend_one(query_QAD[group.rows], *rest))
         else:
             is_causal = group.is_fresh and min(window or group.num_new, layer.chunk or group.num_new) >= group.num_new
-            outputs.append(_attend_many(query_QAD[group.rows], *rest, is_causal=is_causal))
+            outputs.append(attend_many(query_QAD[group.rows], *rest, is_causal=is_causal))
     output_QAV = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output_QAV.unsqueeze(0), None
 
@@ -192,80 +193,6 @@ def _additive_mask(
         return None
     mask_BNS = torch.zeros(seen_BNS.shape, dtype=like.dtype, device=like.device)
     return mask_BNS.masked_fill_(~seen_BNS, float("-inf"))[:, None]
-
-
-def _attend_one(
-    query_BAD: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask_B1NS: torch.Tensor | None,
-    scaling: float | None,
-    sinks_A: torch.Tensor | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """[B, A, V] for one new token a sequence, from keys [B, C, S, D] and values [B, C, S, V].
-
-    Heads that share a key-value head stand where query tokens stand.
-    """
-    num_seqs, num_heads, size = query_BAD.shape
-    query = query_BAD.reshape(num_seqs, key.shape[1], -1, size)
-    if sinks_A is None and softcap is None:
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_B1NS, scale=scaling)
-    else:
-        sinks = None if sinks_A is None else sinks_A.view(1, key.shape[1], -1, 1).expand(*query.shape[:3], 1)
-        output = _eager(query, key, value, mask_B1NS, scaling, sinks, softcap)
-    return output.reshape(num_seqs, num_heads, -1)
-
-
-def _attend_many(
-    query_QAD: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask_B1NS: torch.Tensor | None,
-    scaling: float | None,
-    sinks_A: torch.Tensor | None,
-    softcap: float | None,
-    *,
-    is_causal: bool,
-) -> torch.Tensor:
-    """[B·N, A, V] for N new tokens a sequence, from keys [B, C, S, D] and values [B, C, S, V].
-
-    `is_causal` says that the mask is the plain triangle, half of which the fused kernel then need not compute.
-    """
-    num_rows, num_heads, _ = query_QAD.shape
-    query = query_QAD.unflatten(0, (len(key), -1)).transpose(1, 2)
-    if sinks_A is None and softcap is None:
-        mask = None if is_causal else mask_B1NS
-        output = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=is_causal, scale=scaling, enable_gqa=num_heads != key.shape[1]
-        )
-    else:
-        share = num_heads // key.shape[1]
-        key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
-        sinks = None if sinks_A is None else sinks_A.view(1, -1, 1, 1).expand(*query.shape[:3], 1)
-        output = _eager(query, key, value, mask_B1NS, scaling, sinks, softcap)
-    return output.transpose(1, 2).reshape(num_rows, num_heads, -1)
-
-
-def _eager(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    sinks: torch.Tensor | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attention spelled out, for what the fused kernels lack; a sink is one more key whose value is zero."""
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores + mask
-    if sinks is None:
-        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
-    scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
-    return scores.softmax(-1, dtype=torch.float32)[..., :-1].to(query.dtype) @ value
 
 
 def reference_attention(

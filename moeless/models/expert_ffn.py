@@ -52,15 +52,15 @@ class ExpertFfn:
 
         `multiply` stands in for torch's grouped product.
         """
-        counts_S = torch.tensor(counts, device=rows_RH.device)
-        ends_S = counts_S.cumsum(0, dtype=torch.int32)
-        module = self._module
+        module, multiply = self._module, multiply or _grouped_product(counts, rows_RH.device)
 
         def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-            weight = weights[name] if module.is_transposed else weights[name].transpose(-2, -1)
-            y = F.grouped_mm(x, weight, offs=ends_S) if multiply is None else multiply(x, weight, counts)
+            y = multiply(x, weights[name] if module.is_transposed else weights[name].transpose(-2, -1), counts)
             bias_SO = weights.get(f"{name}_bias")
-            return y if bias_SO is None else y + bias_SO.repeat_interleave(counts_S, 0, output_size=len(x))
+            if bias_SO is None:
+                return y
+            counts_S = torch.tensor(counts, device=x.device)
+            return y + bias_SO.repeat_interleave(counts_S, 0, output_size=x.shape[0])
 
         inner = module._apply_gate(linear(rows_RH, "gate_up_proj")) if module.has_gate else None
         return linear(module.act_fn(linear(rows_RH, "up_proj")) if inner is None else inner, "down_proj")
@@ -89,6 +89,11 @@ class ExpertFfn:
             bias = weights.get(f"{name}_bias")
             return y if bias is None else y + bias
         return F.linear(x, weights[name], weights.get(f"{name}_bias"))
+
+
+def _grouped_product(counts: list[int], device: torch.device) -> Product:
+    ends_S = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
+    return lambda x, weight, _: F.grouped_mm(x, weight, offs=ends_S)
 
 
 def is_usual(experts: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from moeless.engine.kv_cache import KvCache
 from moeless.engine.packing import MIN_RUN, Span, pack
+from moeless.models import attend
 from moeless.models.attention import AttentionLayer, packed_attention, reference_attention
 
 NUM_HEADS, NUM_KV_HEADS, SIZE, VALUE_SIZE = 4, 2, 8, 6
@@ -67,8 +68,12 @@ def run_step(
     return [group.num_seqs for group in batch.groups]
 
 
+@pytest.mark.parametrize("most_in_numpy", [0, 1 << 30], ids=["torch", "numpy"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_groups_agree_with_the_reference(variant: dict[str, Any]) -> None:
+def test_groups_agree_with_the_reference(
+    variant: dict[str, Any], most_in_numpy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "_SMALL_PRODUCT", most_in_numpy)
     torch.manual_seed(0)
     store, history = KvCache(512), {}
     prompts = {0: 5, 1: 11, 2: 3, 3: 20, 4: 7, 5: 16}
