@@ -26,11 +26,13 @@ from moeless.engine.sequence import Sequence
 from moeless.errors import UnsupportedModelError
 from moeless.models.attention import caches_latents, install_attention
 from moeless.models.family import supports_packing
-from moeless.models.small_products import LARGEST
 
 # Their frequencies depend on the longest sequence of the batch beyond this many positions, so that what a sequence
 # computes would depend on its neighbours.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+_SMALL_STEP = 1 << 20
+"""Multiplications of a linear layer up to which a step runs on one thread."""
 
 
 class ModelRunner:
@@ -78,7 +80,7 @@ class ModelRunner:
         scored = [(c, last_rows[i]) for i, c in enumerate(ordered) if c.sequence.wants_prompt_logprobs]
         score_rows = [np.arange(end - c.num_new + 1, end + 1) for c, end in scored]
         rows = np.concatenate([last_rows[due], *score_rows])
-        _use_threads(1 if len(ids) * self._widest <= LARGEST else self._num_threads)
+        _use_threads(1 if len(ids) * self._widest <= _SMALL_STEP else self._num_threads)
         logits_SV = self._forward(ids, batch.positions_Q, rows if len(rows) else last_rows[-1:])
         start = len(due)
         for chunk, _ in scored:

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from moeless.errors import UnsupportedModelError
 
 Weights = dict[str, torch.Tensor]
-Product = Callable[[torch.Tensor, torch.Tensor, list[int]], torch.Tensor]
-"""(x [R, H], weights [S, H, O], rows of each of the S) -> [R, O], rows in order."""
+Product = Callable[[torch.Tensor, str], torch.Tensor]
+"""(rows [R, H] in order of expert, name of a weight) -> each expert's rows times its weight [R, O]."""
 
 
 class ExpertFfn:
@@ -52,10 +52,10 @@ class ExpertFfn:
 
         `multiply` stands in for torch's grouped product.
         """
-        module, multiply = self._module, multiply or _grouped_product(counts, rows_RH.device)
+        module, multiply = self._module, multiply or _grouped_product(self._module, weights, counts)
 
         def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-            y = multiply(x, weights[name] if module.is_transposed else weights[name].transpose(-2, -1), counts)
+            y = multiply(x, name)
             bias_SO = weights.get(f"{name}_bias")
             if bias_SO is None:
                 return y
@@ -91,9 +91,15 @@ class ExpertFfn:
         return F.linear(x, weights[name], weights.get(f"{name}_bias"))
 
 
-def _grouped_product(counts: list[int], device: torch.device) -> Product:
+def _grouped_product(module: Any, weights: Weights, counts: list[int]) -> Product:
+    device = next(iter(weights.values())).device
     ends_S = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
-    return lambda x, weight, _: F.grouped_mm(x, weight, offs=ends_S)
+
+    def multiply(x_RH: torch.Tensor, name: str) -> torch.Tensor:
+        weight_SHO = weights[name] if module.is_transposed else weights[name].transpose(-2, -1)
+        return F.grouped_mm(x_RH, weight_SHO, offs=ends_S)
+
+    return multiply
 
 
 def is_usual(experts: nn.Module) -> bool:

@@ -17,15 +17,21 @@ from torch import nn
 
 from moeless.models.expert_ffn import ExpertFfn, is_usual
 from moeless.models.family import MoeLayer
-from moeless.models.small_products import is_plain, multiply_by_expert, store_by_input
+from moeless.models.small_products import is_small, multiply_by_expert, to_panels
+
+_PRODUCTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class WholeExperts:
     """Stands in for the forward of an experts module on a CPU; see `install_whole_experts`."""
 
     def __init__(self, experts: Any) -> None:
-        """Raises `UnsupportedModelError` for an experts module of an unknown kind."""
+        """Store the experts' weights in panels."""
         self._ffn, self._num_experts = ExpertFfn(experts), experts.num_experts
+        for name in _PRODUCTS:
+            weight = getattr(experts, name, None)
+            if isinstance(weight, nn.Parameter):
+                weight.data = to_panels(weight.data.transpose(1, 2) if experts.is_transposed else weight.data)
         self._weights = {name: weight.detach() for name, weight in experts.named_parameters()}
 
     def __call__(
@@ -34,25 +40,24 @@ class WholeExperts:
         """The weighted sum of each token's experts [T, H]; arguments as transformers names them."""
         owner_R = top_k_index.numpy().ravel()
         order_R = owner_R.argsort(kind="stable")
-        counts_E = np.bincount(owner_R, minlength=self._num_experts)
-        rows_RH = torch.from_numpy(hidden_states.numpy()[order_R // top_k_index.shape[1]])
-        y_RH = self._ffn.grouped(rows_RH, self._weights, counts_E.tolist(), multiply_by_expert).numpy()
+        counts = np.bincount(owner_R, minlength=self._num_experts).tolist()
+
+        def multiply(rows: torch.Tensor, name: str) -> torch.Tensor:
+            return multiply_by_expert(rows, self._weights[name], counts)
+
+        rows_RH = torch.from_numpy(hidden_states.numpy().take(order_R // top_k_index.shape[1], 0))
+        y_RH = self._ffn.grouped(rows_RH, self._weights, counts, multiply).numpy()
         y_TKH = np.empty((*top_k_index.shape, y_RH.shape[1]), y_RH.dtype)
         y_TKH.reshape(y_RH.shape)[order_R] = y_RH
-        return (torch.from_numpy(y_TKH) * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+        return torch.from_numpy(np.matmul(top_k_weights.numpy()[:, None], y_TKH)[:, 0])
 
 
 def install_whole_experts(layers: Sequence[MoeLayer]) -> None:
-    """Have the experts of a model that runs whole computed this way, where they are on a CPU and of the usual kinds.
+    """Have the small experts of a model that runs whole on a CPU computed this way, where they are of the usual kinds.
 
-    Weights keep their shapes and values but are stored input by output.
+    Their weights are stored anew, so that nothing else can use them afterwards.
     """
     for layer in layers:
         experts: Any = layer.experts
-        if not layer.experts_receive_ids or not is_usual(experts) or not is_plain(experts):
-            continue
-        for name in ("gate_up_proj", "up_proj", "down_proj"):
-            weight = getattr(experts, name, None)
-            if isinstance(weight, nn.Parameter) and not experts.is_transposed:
-                store_by_input(weight)
-        experts.forward = WholeExperts(experts)
+        if layer.experts_receive_ids and is_usual(experts) and is_small(experts):
+            experts.forward = WholeExperts(experts)

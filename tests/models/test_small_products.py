@@ -7,27 +7,26 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from moeless.models.small_products import SmallLinear, install_small_linears, multiply_by_expert
+from moeless.models.small_products import SmallLinear, install_small_linears, multiply_by_expert, to_panels
 
 
-@pytest.mark.parametrize("stored_by_output", [True, False])
-def test_few_rows_and_many_are_multiplied_alike(stored_by_output: bool) -> None:
+@pytest.mark.parametrize("num_outputs", [96, 48, 33, 7])
+def test_few_rows_and_many_are_multiplied_alike(num_outputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    counts = [0, 1, 2, 300, 0, 17]  # 300 x 64 x 256 is not small
+    counts = [0, 1, 2, 2000, 0, 17]  # 2000 x 64 x 96 is not small
     x_RH = torch.randn(sum(counts), 64, generator=generator)
-    weight_EHO = torch.randn(len(counts), 64, 256, generator=generator)
-    if stored_by_output:
-        weight_EHO = weight_EHO.transpose(1, 2).contiguous().transpose(1, 2)
-    ends_E = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    expected = F.grouped_mm(x_RH, weight_EHO, offs=ends_E)
-    torch.testing.assert_close(multiply_by_expert(x_RH, weight_EHO, counts), expected, rtol=1e-5, atol=1e-4)
+    weight_EOH = torch.randn(len(counts), num_outputs, 64, generator=generator)
+    parts = zip(x_RH.split(counts), weight_EOH, strict=True)
+    expected = torch.cat([F.linear(rows, weight) for rows, weight in parts])
+    actual = multiply_by_expert(x_RH, to_panels(weight_EOH), counts)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_small_linear_layers_are_the_usual_ones(bias: bool) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(64, 48, bias=bias)
-    inputs = [torch.randn(shape) for shape in ((64,), (3, 64), (1, 5, 64), (2, 400, 64), (0, 64))]
+    inputs = [torch.randn(shape) for shape in ((64,), (3, 64), (1, 5, 64), (2, 900, 64), (0, 64), (1, 0, 64))]
     model = nn.Sequential(linear)
     with torch.inference_mode():
         expected = [model(x) for x in inputs]

@@ -17,11 +17,11 @@ def test_results_are_the_usual_ones(family: str, num_tokens: int) -> None:
     model.set_experts_implementation("grouped_mm")
     ids = torch.randint(0, 128, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
     with torch.inference_mode():
-        expected, state = model(ids).logits, {name: w.clone() for name, w in model.state_dict().items()}
+        expected, num_bytes = model(ids).logits, sum(w.nbytes for w in model.parameters())
         install_whole_experts(find_moe_layers(model))
         assert any(isinstance(module.__dict__.get("forward"), WholeExperts) for module in model.modules())
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
-    assert all(torch.equal(w, state[name]) for name, w in model.state_dict().items())
+    assert sum(w.nbytes for w in model.parameters()) == num_bytes
 
 
 def test_other_kinds_are_left_as_they_are() -> None:
