@@ -233,13 +233,10 @@ class Engine:
         return Scheduler(self.runner.kv, max_batch_tokens=config.max_batch_tokens, max_seqs=config.max_seqs)
 
     def _build_experts(self, source: ExpertSource, cost: CostModel | None) -> ExpertLayers:
-        """The expert layers for the group, over the pool of the group before if prices need not be measured in it."""
+        """The expert layers for the group, over the pool of the group before if there is one."""
         config, num_slots = self._config, self._config.expert_slots
         pool = None if self.experts is None else self.experts.pool
-        if pool is not None and cost is None:
-            pool.close()
-            pool = None
-        elif pool is not None:
+        if pool is not None:
             pool.stats = PoolStats()  # counts are a group's own
         if num_slots is not None:  # a smaller group has no use for more
             num_slots = min(num_slots, source.num_experts * self.group.size)

@@ -200,7 +200,7 @@ def build_expert_layers(
         layers: the MoE layers of the model (`LoadedModel.layers`).
         predictors: see `ExpertController`.
         clock: of stage times and costs; never of plans.
-        pool: the pool of the group before; it is closed where its slots do not suffice any more.
+        pool: the pool of the group before; it is closed where it cannot grow to the slots that are needed now.
 
     Raises:
         UsageError, CapacityError: sizes that cannot work.
@@ -208,10 +208,10 @@ def build_expert_layers(
     num_layers, shape = len(source.ffns), settings.shape(source.num_experts, group.size)
     slots = settings.slots_per_rank(source, shape, group)
     residency = Residency(num_layers, source.num_experts, group.size, slots)
-    if pool is None or pool.num_slots < slots:
+    if pool is None or not pool.grow(slots):
         if pool is not None:
             pool.close()
-        pool = ExpertPool(source, slots, group.device)
+        pool = ExpertPool(source, slots, group.device, most_slots=num_layers * source.num_experts + NUM_SPARE)
     balancer, cost = settings.make_balancer(group, pool, shape, num_layers)
     controller = ExpertController(
         balancer,

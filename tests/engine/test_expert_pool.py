@@ -278,3 +278,22 @@ def test_drops_beside_loads_never_harm_an_expert() -> None:
     assert all(is_warm(pool, source, *key) for key in wanted)
     assert pool.resident_bytes == len(wanted) * expert_bytes(source)
     pool.close()
+
+
+@needs_linux
+def test_a_pool_grows_around_its_experts() -> None:
+    source = MadeUpExperts(**LARGE)
+    pool = ExpertPool(source, 2, most_slots=4)
+    for expert in (0, 1):
+        pool.load_now(0, expert)
+    addresses = [value.data_ptr() for value in (pool.weights(0, 0) or {}).values()]
+    assert pool.grow(4)
+    assert (pool.num_slots, pool.resident_bytes) == (4, 2 * expert_bytes(source))
+    assert pool.grow(3)  # it has more already
+    for expert in (2, 3):
+        pool.load_now(0, expert)
+    assert all(is_warm(pool, source, 0, expert) for expert in range(4))
+    assert addresses == [value.data_ptr() for value in (pool.weights(0, 0) or {}).values()]
+    assert not pool.grow(5)
+    assert pool.num_slots == 4
+    pool.close()
