@@ -1,4 +1,4 @@
-"""Memory of a server that this process has started: its front and its ranks, as the kernel counts them."""
+"""Memory and time of a server that this process has started: its front and its ranks, as the kernel counts them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ def server_pids() -> tuple[int, list[int]]:
     raise LookupError("no server is running")
 
 
-def resident_mb() -> dict[str, float]:
-    """Resident set of `front` and of all `ranks` together, in MB."""
+def resident_mb(field: str = "VmRSS") -> dict[str, float]:
+    """Resident set of `front` and of all `ranks` together, in MB; or a part of it, such as `RssAnon`."""
     front, ranks = server_pids()
-    return {"front": _rss_mb(front), "ranks": round(sum(map(_rss_mb, ranks)), 1)}
+    return {"front": _status_mb(front, field), "ranks": round(sum(_status_mb(rank, field) for rank in ranks), 1)}
 
 
-def _rss_mb(pid: int) -> float:
+def cpu_s() -> list[float]:
+    """Processor time that each rank has used since its start, in seconds."""
+    _, ranks = server_pids()
+    ticks = [Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[11:13] for rank in ranks]
+    return [(int(user) + int(system)) / os.sysconf("SC_CLK_TCK") for user, system in ticks]
+
+
+def _status_mb(pid: int, field: str) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return round(next((int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), 0) * 1024 / 1e6, 1)
+    return round(next((int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0) * 1024 / 1e6, 1)
 
 
 def _children(pid: int) -> list[int]:

@@ -41,6 +41,11 @@ class EngineConfig(ModelConfig):
     keep_alive: float = option(
         "Seconds that a replica which no plan wants stays without a token.", default=60.0, minimum=0.0, group="Experts"
     )
+    scale_to_zero: bool = option(
+        "Let every expert go that no rank has had a token for during --keep-alive; the next token loads it again.",
+        default=False,
+        group="Experts",
+    )
     verify: float = option(
         "Share of expert layer executions that are computed a second time, plainly from the checkpoint, and compared; "
         "a difference is logged and counted in moeless:verify_mismatches_total.",
@@ -87,10 +92,14 @@ class EngineConfig(ModelConfig):
             raise UsageError(f"--predictors has no effect with --balancer {self.balancer}, which predicts nothing")
         if self.verify and self.balancer == "oracle":
             raise UsageError(f"--verify {self.verify} does not go with --balancer oracle, which is wrong by design")
+        if self.scale_to_zero and not self.keep_alive:
+            raise UsageError("--scale-to-zero needs a --keep-alive above 0: experts would leave between two tokens")
         if self.expert_slots is not None and self.ep == 1:
             raise UsageError(f"--expert-slots {self.expert_slots} has no effect on one rank")
 
     @property
     def runs_whole(self) -> bool:
-        """Whether a rank runs the model as it is: nothing to share, predict, verify or fit into little memory."""
-        return self.ep == 1 and self.predictors is None and self.expert_memory_gb is None and not self.verify
+        """Whether a rank runs the model as it is: nothing to share, predict, verify, let go or fit in."""
+        if self.ep > 1 or self.verify or self.scale_to_zero:
+            return False
+        return self.predictors is None and self.expert_memory_gb is None

@@ -20,7 +20,7 @@ from moeless.engine.rank import progress_of, rank_device
 from moeless.engine.request import CompletionOutput, TokenLogprobs
 from moeless.engine.routed_experts import from_npy
 from moeless.engine.submission import Submission
-from moeless.errors import MoelessError
+from moeless.errors import MoelessError, UsageError
 
 Key = tuple[str, int]
 """Request id and index of a completion."""
@@ -62,6 +62,9 @@ def make_backend(config: EngineConfig, environment: Mapping[str, str]) -> Backen
         MoelessError: the model can't be loaded, or a rank failed.
     """
     place = TorchrunPlace.of(environment)
+    is_here = config.ep == 1 or (place is not None and place.size > 1)
+    if is_here and config.scale_to_zero:
+        raise UsageError("scale_to_zero needs ranks that run while nobody calls them: serve, or ep > 1, no torchrun")
     if place is not None and place.size > 1:
         return InProcess(*join_torchrun(config, place))
     if config.ep == 1:
@@ -85,10 +88,10 @@ class InProcess:
         for submission in mine:
             engine.submit(submission)
         progress: list[Progress] = []
-        asleep = False
+        rest_s = 0.0
         try:
-            while not asleep:
-                advanced, asleep = engine.step()
+            while not rest_s:
+                advanced, rest_s = engine.step()
                 progress += [progress_of(sequence) for sequence in advanced if sequence.finish_reason is not None]
         except BaseException:
             for submission in mine:

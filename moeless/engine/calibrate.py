@@ -84,13 +84,16 @@ def calibrate(group: RankGroup, pool: ExpertPool, clock: Callable[[], float]) ->
     """Measure on all ranks; every rank gets rank 0's result.
 
     Args:
-        pool: with no expert loaded; its first slots are used and given back.
+        pool: a few experts of it are dropped, and their slots are free afterwards.
         clock: seconds; on CUDA it has to wait for the device.
     """
     beta_us, latency_us = _transfer_us(group, pool, clock)
     values = torch.zeros(6 + len(_TOKENS), dtype=torch.int64)  # exchanged in nanoseconds and bytes
     if group.rank == 0:  # alone, the others wait in the exchange
         experts = range(min(3, pool.num_slots, pool.num_experts))
+        pool.wait_idle()
+        for layer, expert in pool.loaded()[: len(experts)]:
+            pool.drop(layer, expert)
         copy, memcpy = _load_rates(pool, experts)
         curve = _expert_curve(pool, experts, clock)
         for expert in experts:

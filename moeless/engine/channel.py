@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -70,9 +71,13 @@ class RankChannel:
         """Send to the front end."""
         self._socket.send(_encode(message))
 
-    def receive(self, *, wait: bool) -> list[ToRank]:
-        """All messages that have arrived up to an order to form a group; told to wait, one or that order is there."""
-        self._take_in(wait=wait)
+    def receive(self, timeout_s: float) -> list[ToRank]:
+        """All messages that have arrived up to an order to form a group; waits until there is one or that order.
+
+        Args:
+            timeout_s: how long to wait; `math.inf` is without limit.
+        """
+        self._take_in(timeout_s)
         messages: list[ToRank] = []
         while self._inbox and not isinstance(self._inbox[0], Form):
             messages.append(self._inbox.popleft())
@@ -80,7 +85,7 @@ class RankChannel:
 
     def has_form(self) -> bool:
         """Whether an order to form a group has arrived."""
-        self._take_in(wait=False)
+        self._take_in(0)
         return any(isinstance(message, Form) for message in self._inbox)
 
     def take_form(self) -> Form | None:
@@ -89,7 +94,7 @@ class RankChannel:
             if any(isinstance(message, Stop) for message in self._inbox):
                 return None
             self._inbox.clear()
-            self._take_in(wait=True)
+            self._take_in(math.inf)
         newest = max(i for i, message in enumerate(self._inbox) if isinstance(message, Form))
         for _ in range(newest):
             self._inbox.popleft()
@@ -97,8 +102,9 @@ class RankChannel:
         assert isinstance(form, Form), "it has just been found there"
         return form
 
-    def _take_in(self, *, wait: bool) -> None:
-        while self._socket.poll(None if wait and not self._inbox else 0):
+    def _take_in(self, timeout_s: float) -> None:
+        timeout_ms = None if math.isinf(timeout_s) else math.ceil(timeout_s * 1_000)
+        while self._socket.poll(0 if self._inbox else timeout_ms):
             self._inbox.append(self._decode(self._socket.recv()))
 
     def __enter__(self) -> RankChannel:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from moeless.engine.expert_pool import ExpertPool
+from moeless.engine.keep_alive import KeepAlive
 from moeless.engine.meters import Meters
 from moeless.engine.residency import Eviction, Residency
 from moeless.engine.traffic import Traffic
@@ -51,7 +52,7 @@ class ExpertController:
         rank: int,
         predictors: Sequence[Predictor | None] = (),
         distance: int = 1,
-        keep_alive_s: float = 60.0,
+        keep_alive: KeepAlive,
         recorder: Recorder | None = None,
     ) -> None:
         """Start from the balancer's initial placement, with no expert loaded (see `load_initial`).
@@ -59,7 +60,7 @@ class ExpertController:
         Args:
             predictors: one a layer, None where that layer has no prediction; a predictor is called with the router
                 input of the layer `distance` before.
-            keep_alive_s: how long a replica that no plan wants stays without a token, in seconds of the shared clock.
+            keep_alive: over the same `residency`.
         """
         num_layers, self.num_experts, self.num_ranks = residency.held_LEG.shape
         self.meters = Meters()
@@ -69,9 +70,9 @@ class ExpertController:
         self._balancer, self._residency, self._pool, self._rank = balancer, residency, pool, rank
         self._predictors = list(predictors) or [None] * num_layers
         self._distance = distance
-        self._keep_alive_us = round(keep_alive_s * 1e6)
+        self._keep_alive = keep_alive
         self._recorder = recorder
-        self._now_us = self._expired_us = 0
+        self._now_us = 0
         self._placements = [balancer.initial(layer) for layer in range(num_layers)]
         self._last_run: tuple[int, float] | None = None
         self._planned_from: list[Ints | None] = [None] * num_layers
@@ -98,7 +99,7 @@ class ExpertController:
         fits = self._residency.keeps_last
         for layer, expert in self._pool.loaded():
             if not fits or self._rank not in self._placements[layer][expert]:
-                self._pool.drop(layer, expert)
+                self._pool.drop(layer, expert, give_back=True)
         if fits:
             for layer in range(len(self._placements)):
                 self._load_missing(layer, LayerPlan(self._placements[layer]), None)
@@ -108,15 +109,20 @@ class ExpertController:
         self.iteration += 1
         self.meters.iterations += 1
         self._now_us = time_us  # layers of one step are told apart by a microsecond each
-        if time_us - self._expired_us >= self._keep_alive_us // 8:
-            self._expired_us = time_us
-            expired = self._residency.expire(time_us, self._keep_alive_us)
-            self.meters.expired += len(expired)
-            self._carry_out(expired)
+        self._let_go(self._keep_alive.look(time_us))
         self._predicted = [self._foreseen.get(layer) for layer in range(len(self._placements))]
         self._foreseen = {}
         for layer in range(min(self._distance, len(self._placements))):
             self._plan(layer)
+
+    def rest(self, time_us: int) -> float:
+        """Between steps, at `time_us` of the shared clock: drop what keep-alive does not hold any more.
+
+        Returns:
+            Seconds until there may be more to drop, the same on every rank; see `KeepAlive.rest_s`.
+        """
+        self._let_go(self._keep_alive.look(time_us, is_idle=True))
+        return self._keep_alive.rest_s(time_us)
 
     def foresee(self, layer: int, counts_E: Ints) -> None:
         """Predict the next step's counts of `layer` from outside; all ranks have to be told the same."""
@@ -200,6 +206,7 @@ class ExpertController:
 
     def _start_cold(self, layer: int, expert: int, home: int, busy_EG: NDArray[np.bool_]) -> int:
         """Load an expert while its layer waits: at home, or on the first rank with a slot to spare, which is given."""
+        self._residency.wake(layer, expert)
         self.meters.cold += 1
         self.meters.warm -= 1  # it gets tokens, but was not there
         for rank in (home, *(rank for rank in range(self.num_ranks) if rank != home)):
@@ -258,6 +265,8 @@ class ExpertController:
 
     def _load_missing(self, layer: int, plan: LayerPlan, predicted_E: Ints | None, busy: int | None = None) -> None:
         """Ask for the replicas of `plan` that have no slot, in its order."""
+        if predicted_E is not None:
+            self._residency.wake(layer, predicted_E > 0)
         missing = self._residency.missing(layer, plan.copies)
         if not missing:
             return
@@ -274,9 +283,13 @@ class ExpertController:
                 self._pool.request(layer, expert)
         self.meters.refused = self._residency.num_refused
 
-    def _carry_out(self, evictions: Sequence[Eviction]) -> None:
+    def _let_go(self, expired: Sequence[Eviction]) -> None:
+        self.meters.expired += len(expired)
+        self._carry_out(expired, give_back=True)
+
+    def _carry_out(self, evictions: Sequence[Eviction], *, give_back: bool = False) -> None:
         """Drop what was evicted here."""
         self.meters.evictions += len(evictions)
         for eviction in evictions:
             if eviction.rank == self._rank:
-                self._pool.drop(eviction.layer, eviction.expert)
+                self._pool.drop(eviction.layer, eviction.expert, give_back=give_back)

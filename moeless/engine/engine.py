@@ -1,12 +1,13 @@
 """One rank's half of the engine: its sequences, its share of the experts, and the lock-step with the other ranks.
 
 Every step begins with one word to all ranks (`Control`). While any rank has tokens all take part in every MoE layer,
-those without tokens with none; when no rank has, all of them sleep until their front end sends something. One rank
-alone does the same with a group of one.
+those without tokens with none; when no rank has, all of them sleep until their front end sends something or experts
+have stayed long enough without a token. One rank alone does the same with a group of one.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Rows
 from pathlib import Path
@@ -120,12 +121,12 @@ class Engine:
             if sequence.request_id == request_id:
                 self.scheduler.remove(sequence)
 
-    def step(self, *, stop: bool = False, part: bool = False) -> tuple[list[Sequence], bool]:
+    def step(self, *, stop: bool = False, part: bool = False) -> tuple[list[Sequence], float]:
         """Agree with the other ranks, and run one step if any of them has work and none wants to `stop` or `part`.
 
         Returns:
-            The sequences that got a token or ended, and whether to sleep until the next message: no rank has work,
-            and all have heard the same.
+            The sequences that got a token or ended, and how many seconds to sleep unless a message comes: 0 if any
+            rank has work, or has not heard what others have. Infinite is until the next message.
 
         Raises:
             RankError: another rank did not take part in time.
@@ -143,10 +144,11 @@ class Engine:
         )
         if word.stop or word.part:
             self.is_stopped, self.is_parting = bool(word.stop), bool(word.part)
-            return [], False
+            return [], 0.0
         if not word.has_work:
-            behind = self.heard < word.heard
-            return [], behind or word.heard == -word.least_heard
+            rest_s = math.inf if self.experts is None else self.experts.rest(word.time_us)
+            may_sleep = self.heard < word.heard or word.heard == -word.least_heard
+            return [], rest_s if may_sleep else 0.0
         begin_s = time.perf_counter()
         chunks = self.scheduler.schedule()
         for sequence in (chunk.sequence for chunk in chunks):
@@ -155,7 +157,7 @@ class Engine:
             self.experts.begin_step(word.time_us)
         advanced = self._run(chunks) if chunks else self._run_idle()
         self._end_step(chunks, time.perf_counter() - begin_s)
-        return advanced, False
+        return advanced, 0.0
 
     @property
     def traffic(self) -> Traffic:
@@ -228,13 +230,10 @@ class Engine:
         return Scheduler(self.runner.kv, max_batch_tokens=config.max_batch_tokens, max_seqs=config.max_seqs)
 
     def _build_experts(self, source: ExpertSource, cost: CostModel | None) -> ExpertLayers:
-        """The expert layers for the group, over the pool of the group before if prices need not be measured in it."""
+        """The expert layers for the group, over the pool of the group before if there is one."""
         config, num_slots = self._config, self._config.expert_slots
         pool = None if self.experts is None else self.experts.pool
-        if pool is not None and cost is None:
-            pool.close()
-            pool = None
-        elif pool is not None:
+        if pool is not None:
             pool.stats = PoolStats()  # counts are a group's own
         if num_slots is not None:  # a smaller group has no use for more
             num_slots = min(num_slots, source.num_experts * self.group.size)
@@ -245,6 +244,7 @@ class Engine:
             budget_bytes=None if config.expert_memory_gb is None else round(config.expert_memory_gb * 1e9),
             distance=self._foresight[1],
             keep_alive_s=config.keep_alive,
+            scale_to_zero=config.scale_to_zero,
             verify=config.verify,
         )
         model, layers = self._loaded.model, self._loaded.layers

@@ -20,6 +20,7 @@ from moeless.engine.calibrate import calibrate, device_clock
 from moeless.engine.controller import ExpertController, Predictor
 from moeless.engine.ep import RankGroup
 from moeless.engine.expert_pool import ExpertPool
+from moeless.engine.keep_alive import KeepAlive
 from moeless.engine.moe_block import MoeBlock, StageTimer
 from moeless.engine.residency import Residency
 from moeless.engine.routed_experts import StepIds
@@ -51,7 +52,8 @@ class ExpertSettings:
         budget_bytes: memory for experts on each rank; by default what `num_slots` takes in all layers, and two spare.
             Less than the experts need makes a slower engine, not a wrong one.
         distance: layers ahead that predictions are for.
-        keep_alive_s: how long a replica that no plan wants stays without a token.
+        keep_alive_s: how long a replica that no plan wants stays without a token, in seconds of the shared clock.
+        scale_to_zero: whether experts that no rank has a token for leave after that time, too, whatever plans want.
         verify: share of layer executions that are computed a second time and compared; see `LayerVerifier`.
     """
 
@@ -61,6 +63,7 @@ class ExpertSettings:
     budget_bytes: int | None = None
     distance: int = 1
     keep_alive_s: float = 60.0
+    scale_to_zero: bool = False
     verify: float = 0.0
 
     def shape(self, num_experts: int, num_ranks: int) -> EpShape:
@@ -132,12 +135,13 @@ class ExpertLayers:
 
     def begin_step(self, time_us: int) -> None:
         """Start an iteration; `time_us` is the shared clock (`Control.time_us`)."""
-        now_s = self._clock()
-        meters = self.controller.meters
-        wall_us = (now_s - self._metered_s) * 1e6
-        meters.resident_gb_s += resident_gbs(1, wall_us, self.pool.resident_bytes)
-        self._begin_s = self._metered_s = now_s
+        self._begin_s = self._meter()
         self.controller.begin_step(time_us)
+
+    def rest(self, time_us: int) -> float:
+        """There is nothing to run at `time_us` of the shared clock; see `ExpertController.rest`."""
+        self._meter()
+        return self.controller.rest(time_us)
 
     def idle_step(self) -> None:
         """Take part in every layer without tokens."""
@@ -155,6 +159,7 @@ class ExpertLayers:
     def metrics(self) -> dict[str, Any]:
         """Plain numbers for reports; `pool` and times are this rank's, the rest is the same on all."""
         pool = self.pool
+        self._meter()
         return {
             **self.controller.meters.as_dict(),
             "pool": {**vars(pool.stats), "num_slots": pool.num_slots, "resident_bytes": pool.resident_bytes},
@@ -162,6 +167,14 @@ class ExpertLayers:
             "cost": asdict(self.cost),
             "verify": None if self.verifier is None else asdict(self.verifier.stats),
         }
+
+    def _meter(self) -> float:
+        """Count up what was resident since the last time; the clock's time."""
+        now_s = self._clock()
+        gained = resident_gbs(1, (now_s - self._metered_s) * 1e6, self.pool.resident_bytes)
+        self.controller.meters.resident_gb_s += gained
+        self._metered_s = now_s
+        return now_s
 
     def close(self) -> None:
         """Stop the loader; safe to call twice."""
@@ -189,7 +202,7 @@ def build_expert_layers(
         layers: the MoE layers of the model (`LoadedModel.layers`).
         predictors: see `ExpertController`.
         clock: of stage times and costs; never of plans.
-        pool: the pool of the group before; it is closed where its slots do not suffice any more.
+        pool: the pool of the group before; it is closed where it cannot grow to the slots that are needed now.
 
     Raises:
         UsageError, CapacityError: sizes that cannot work.
@@ -197,10 +210,10 @@ def build_expert_layers(
     num_layers, shape = len(source.ffns), settings.shape(source.num_experts, group.size)
     slots = settings.slots_per_rank(source, shape, group)
     residency = Residency(num_layers, source.num_experts, group.size, slots)
-    if pool is None or pool.num_slots < slots:
+    if pool is None or not pool.grow(slots):
         if pool is not None:
             pool.close()
-        pool = ExpertPool(source, slots, group.device)
+        pool = ExpertPool(source, slots, group.device, most_slots=num_layers * source.num_experts + NUM_SPARE)
     balancer, cost = settings.make_balancer(group, pool, shape, num_layers)
     controller = ExpertController(
         balancer,
@@ -209,7 +222,7 @@ def build_expert_layers(
         rank=group.rank,
         predictors=predictors,
         distance=settings.distance,
-        keep_alive_s=settings.keep_alive_s,
+        keep_alive=KeepAlive(residency, settings.keep_alive_s, to_zero=settings.scale_to_zero),
         recorder=recorder,
     )
     timer, verifier, step_ids = StageTimer(clock), settings.make_verifier(source, group), StepIds()

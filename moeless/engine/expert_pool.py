@@ -4,8 +4,9 @@ The pool decides nothing: `Residency` says what is loaded and dropped, the same 
 from `request` until its weights are in a slot, then *warm*; one that has to be waited for is a *cold start*
 (`load_now`). A load that fails gives its slot back and shows as a failed state, which the next exchange carries to all.
 
-Memory is taken once: one tensor a parameter with a row a slot, so experts in neighbouring slots can be computed by one
-grouped product. On CUDA loads go through a pinned buffer and a stream of their own; see `SlotCopier`.
+Addresses are taken once: one tensor a parameter with a row a slot, so experts in neighbouring slots can be computed by
+one grouped product. The memory behind a free slot can be given back; see `SlotMemory`. On CUDA loads go through a
+pinned buffer and a stream of their own; see `SlotCopier`.
 
 Legend: R rows, H hidden, E experts, S slots.
 """
@@ -24,8 +25,9 @@ from numpy.typing import NDArray
 from moeless.engine.expert_loader import ExpertLoader, Key
 from moeless.engine.residency import FAILED, NOT_READY, READY
 from moeless.engine.slot_copier import SlotCopier
+from moeless.engine.slot_memory import SlotMemory
 from moeless.errors import CapacityError, CheckpointError
-from moeless.models.expert_store import ExpertSource, expert_bytes
+from moeless.models.expert_store import ExpertSource, Weights, expert_bytes
 
 _LONGEST_LOAD_S = 600.0
 
@@ -57,34 +59,35 @@ class ExpertPool:
         *,
         grouped: bool | None = None,
         max_rows: int = 16_384,
+        most_slots: int = 0,
     ) -> None:
         """Take the memory of `num_slots` experts.
 
         Args:
+            most_slots: how many there may be one day, if there is a way to `grow`.
             grouped: compute neighbouring slots with one grouped product where rows are a multiple of 16 bytes, which
                 it needs; by default on CUDA only.
             max_rows: rows of one expert computed at once, which bounds the memory of activations.
         """
         self.device, self.dtype, self.hidden = torch.device(device), source.dtype, source.hidden
-        self.num_slots, self.num_experts, self.expert_bytes = num_slots, source.num_experts, expert_bytes(source)
+        self.num_slots, self.num_experts, self.expert_bytes = 0, source.num_experts, expert_bytes(source)
         self.stats = PoolStats()
         self._source, self._max_rows = source, max_rows
         aligned = all(shape[-1] * self.dtype.itemsize % 16 == 0 for shape in source.shapes.values())
         self._grouped = aligned and (self.device.type == "cuda" if grouped is None else grouped)
         with torch.inference_mode(False):  # the loader's thread writes to them outside of it
-            self._parameters = {
-                name: torch.empty(num_slots, *shape, dtype=self.dtype, device=self.device)
-                for name, shape in source.shapes.items()
-            }
-        self._slots = [{name: whole[i] for name, whole in self._parameters.items()} for i in range(num_slots)]
+            self._memory = SlotMemory(source.shapes, num_slots, self.dtype, self.device, max(num_slots, most_slots))
+        self._parameters = self._memory.parameters
+        self._slots: list[Weights] = []
         self._copier = SlotCopier(source, self.device)
         self._loader = ExpertLoader(self._load)
-        self._free = list(range(num_slots))  # a heap: low slots first keeps neighbours together
+        self._free: list[int] = []  # a heap: low slots first keeps neighbours together
         self._filling: dict[Key, int] = {}
         self._warm: dict[Key, int] = {}
         self._wanted: set[Key] = set()
         self._unused: set[Key] = set()
         self._states_LE = np.zeros((len(source.ffns), source.num_experts), np.int32)
+        self.grow(num_slots)
 
     @staticmethod
     def slots_within(source: ExpertSource, budget_bytes: int, device: torch.device | str) -> int:
@@ -95,6 +98,17 @@ class ExpertPool:
         if num_slots < 1:
             raise CapacityError(f"{budget_bytes:,} bytes cannot hold one expert of {size:,} bytes; give more")
         return num_slots
+
+    def grow(self, num_slots: int) -> bool:
+        """Have at least so many slots; experts stay where they are. False: another pool has to be made for that."""
+        if num_slots > self._memory.num_slots:
+            return False
+        with self._loader.changed, torch.inference_mode(False):
+            for slot in range(self.num_slots, num_slots):
+                self._slots.append({name: whole[slot] for name, whole in self._parameters.items()})
+                heapq.heappush(self._free, slot)
+            self.num_slots = max(self.num_slots, num_slots)
+        return True
 
     @property
     def resident_bytes(self) -> int:
@@ -140,18 +154,26 @@ class ExpertPool:
         if key not in self._warm:
             raise CheckpointError(self.stats.last_error)
 
-    def drop(self, layer: int, expert: int) -> None:
-        """Give the slot back, or forget a failure. A load under way gives its slot back when it ends."""
+    def drop(self, layer: int, expert: int, *, give_back: bool = False) -> None:
+        """Free the slot, or forget a failure. A load under way frees its slot when it ends.
+
+        Args:
+            give_back: the slot's memory to the operating system; not where another expert is about to take the slot.
+        """
         key = (layer, expert)
         self._loader.cancel(key)
         with self._loader.changed:
             self._wanted.discard(key)
             self._states_LE[key] = NOT_READY
             slot = self._warm.pop(key, None)
-            if slot is None:
-                return
-            self._copier.retire(slot)
+        if slot is None:
+            return
+        self._copier.retire(slot)
+        if give_back:  # while the slot is neither warm nor free, so that no load can take it
+            self._memory.give_back(slot)
+        with self._loader.changed:
             heapq.heappush(self._free, slot)
+            self._loader.changed.notify_all()
         if key in self._unused:
             self._unused.discard(key)
             self.stats.wasted += 1
@@ -225,6 +247,7 @@ class ExpertPool:
                 self.stats.loads += 1
                 self.stats.bytes_moved += self.expert_bytes
             if error or key not in self._wanted:
+                self._memory.give_back(slot)  # nobody knows when it is filled again
                 heapq.heappush(self._free, slot)
                 self.stats.wasted += not error
             else:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -57,17 +58,18 @@ def serve_rank(engine: Engine, channel: RankChannel) -> None:
     Raises:
         RankError: another rank did not take part.
     """
-    asleep, stop, heard_asleep = False, False, 0
+    wake_s, stop, heard_asleep = 0.0, False, 0
     while not engine.is_stopped and not engine.is_parting:
-        for message in channel.receive(wait=asleep and engine.heard == heard_asleep):
+        rest_s = wake_s - time.monotonic() if engine.heard == heard_asleep else 0.0
+        for message in channel.receive(max(0.0, rest_s)):
             _take(engine, channel, message)
             stop |= isinstance(message, Stop)
         part = channel.has_form()
-        if asleep and engine.heard == heard_asleep and not part:
+        if engine.heard == heard_asleep and time.monotonic() < wake_s and not part:
             continue
         num_run = engine.runner.num_tokens_run
-        advanced, asleep = engine.step(stop=stop, part=part)
-        heard_asleep = engine.heard
+        advanced, rest_s = engine.step(stop=stop, part=part)
+        heard_asleep, wake_s = engine.heard, time.monotonic() + rest_s
         if advanced:
             num_tokens = engine.runner.num_tokens_run - num_run
             channel.send(Advanced([progress_of(sequence) for sequence in advanced], num_tokens))

@@ -8,6 +8,9 @@ slot is needed or `keep_alive_us` has passed without a token, and is warm at onc
 experts fit, an expert's last ready replica is never evicted; when they don't, any replica may be, the least recently
 used first.
 
+Scaled to zero, an expert without a token for `keep_alive_us` on any rank leaves all of them, whatever its plan says. It
+is *asleep* then: plans go on placing it but nothing is loaded, until it gets a token or is predicted to.
+
 An expert that moves from a full rank to another full rank needs a slot before it frees one. So a further replica of an
 expert that is already where it should be never takes a rank's last free slot, and gives way to one that moves.
 
@@ -47,6 +50,7 @@ class Residency:
         held_LEG: replicas that have a slot: ready, being loaded, or waiting to be.
         ready_LEG: replicas whose weights were there at the last exchange of their layer.
         wanted_LEG: replicas of the current plans.
+        asleep_LE: experts of which no replica is held or loaded until `wake`.
         keeps_last: whether all experts fit, so that an expert's last ready replica stays.
         num_refused: loads for which there was no slot to free.
     """
@@ -64,6 +68,7 @@ class Residency:
         self.held_LEG: Mask = np.zeros(shape, bool)
         self.ready_LEG: Mask = np.zeros(shape, bool)
         self.wanted_LEG: Mask = np.zeros(shape, bool)
+        self.asleep_LE: Mask = np.zeros(shape[:2], bool)
         self.last_used_us_LEG = np.zeros(shape, np.int64)
         self.num_held_G = np.zeros(num_ranks, np.int64)
         self.num_refused = 0
@@ -73,8 +78,11 @@ class Residency:
         self.wanted_LEG[layer] = as_mask(placement, len(self.num_held_G))
 
     def missing(self, layer: int, first: Iterable[Replica] = ()) -> list[Replica]:
-        """Wanted replicas of `layer` without a slot: those of `first` in that order, then by expert and rank."""
-        todo_EG = self.wanted_LEG[layer] & ~self.held_LEG[layer]
+        """Wanted replicas of `layer` without a slot: those of `first` in that order, then by expert and rank.
+
+        Those of experts that are asleep are left out.
+        """
+        todo_EG = self.wanted_LEG[layer] & ~self.held_LEG[layer] & ~self.asleep_LE[layer, :, None]
         if not todo_EG.any():
             return []
         ordered = dict.fromkeys(replica for replica in first if todo_EG[replica])
@@ -124,15 +132,47 @@ class Residency:
         self.num_held_G[rank] += 1
         return True, eviction
 
-    def expire(self, now_us: int, keep_alive_us: int) -> list[Eviction]:
-        """Drop lingering replicas without a token for `keep_alive_us`."""
-        stale_LEG = self.held_LEG & ~self.wanted_LEG & (self.last_used_us_LEG <= now_us - keep_alive_us)
+    def start_clock(self, now_us: int) -> None:
+        """Keep-alive begins at `now_us` for all that is held: the clock of another group says nothing here."""
+        self.last_used_us_LEG[:] = now_us
+
+    def wake(self, layer: int, experts: int | Mask) -> None:
+        """Let experts of `layer` be loaded again: one, or those of a mask [E]."""
+        self.asleep_LE[layer, experts] = False
+
+    def expire(self, now_us: int, keep_alive_us: int, *, to_zero: bool = False) -> list[Eviction]:
+        """Drop lingering replicas without a token for `keep_alive_us`.
+
+        Args:
+            to_zero: drop all replicas of experts without a token anywhere for so long, too; those experts are asleep.
+        """
         dropped = []
+        stale_LEG = self._lingering() & (self.last_used_us_LEG <= now_us - keep_alive_us)
         for layer, expert, rank in np.argwhere(stale_LEG).tolist():
             if not self.keeps_last or self._elsewhere(self.ready_LEG, rank)[layer, expert]:
-                self._release(layer, expert, rank)
                 dropped.append(Eviction(layer, expert, rank))
+                self._release(layer, expert, rank)
+        if to_zero:
+            idle_LE = self.last_used_us_LEG.max(2) <= now_us - keep_alive_us
+            for layer, expert, rank in np.argwhere(self.held_LEG & idle_LE[:, :, None]).tolist():
+                dropped.append(Eviction(layer, expert, rank))
+                self._release(layer, expert, rank)
+            self.asleep_LE |= idle_LE
         return dropped
+
+    def next_expiry_us(self, keep_alive_us: int, *, to_zero: bool = False) -> int | None:
+        """When `expire` has something to drop if no token comes until then; None: never."""
+        times_us = self.last_used_us_LEG[self._lingering()]
+        if to_zero:
+            times_us = np.append(times_us, self.last_used_us_LEG.max(2)[self.held_LEG.any(2)])
+        return int(times_us.min()) + keep_alive_us if len(times_us) else None
+
+    def _lingering(self) -> Mask:
+        """Replicas [L, E, G] that no plan wants; while all experts fit, those that are not the last ready one."""
+        lingering_LEG = self.held_LEG & ~self.wanted_LEG
+        if self.keeps_last and lingering_LEG.any():
+            lingering_LEG &= self.ready_LEG.sum(2, keepdims=True) - self.ready_LEG > 0
+        return lingering_LEG
 
     def _victim(self, rank: int, busy: tuple[int, Mask], must: bool, moves: bool, layer: int) -> Eviction | None:
         """The least recently used replica that may go for one of `layer`: lingering ones first, then others."""

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -57,9 +57,20 @@ def load_skeleton(config: ModelConfig) -> tuple[LoadedModel, ExpertStore]:
     check_weights(index, model)
     store = ExpertStore(index, model, layers, dtype)
     _load_rest(model, index, _take_out_experts(layers), dtype, config.model)
+    model.generation_config = _generation_config(folder, model)
     model.eval().requires_grad_(False).to(device)
     loaded = LoadedModel(model=model, layers=layers, tokenizer=load_tokenizer(config), name=config.model)
     return loaded, store
+
+
+def _generation_config(folder: Path, model: PreTrainedModel) -> Any:
+    """Sampling defaults and where a text ends, as `from_pretrained` finds them."""
+    if not (folder / "generation_config.json").exists():
+        return model.generation_config
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, TypeError, ValueError) as error:
+        raise CheckpointError(f"generation_config.json cannot be used: {' '.join(str(error).split())[:300]}") from error
 
 
 def _take_out_experts(layers: list[MoeLayer]) -> set[str]:

@@ -97,12 +97,12 @@ def run_engine(
         shape = ExpertSettings().shape(controller.num_experts, group.size)
         controller._balancer = RandomBalancer(shape, seed=3)
     done: dict[int, CompletionOutput] = {}
-    step, asleep = 0, False
-    while not asleep or step <= max(starts):
+    step, rest_s = 0, 0.0
+    while not rest_s or step <= max(starts):
         for i in range(len(prompts)):
             if owners[i] == group.rank and starts[i] == step:
                 engine.submit(Submission(request_id=str(i), index=0, prompt=prompts[i], params=params[i], seed=i))
-        advanced, asleep = engine.step()
+        advanced, rest_s = engine.step()
         done |= {int(s.request_id): s.output() for s in advanced if s.finish_reason is not None}
         step += 1
     statistics = engine.statistics()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moeless.engine.ep import LocalGroup
 from tests.engine.ranks import RankPool
+from tests.engine.regroup import alone_then_together_then_alone
 from tests.engine.serving import greedy, greedy_reference, near_tie, random_prompts, run_engine
 from tests.tiny import VOCAB, save_tiny_checkpoint
 
@@ -150,3 +151,28 @@ def test_families_under_random_plans(
     check(model, prompts, made, expected)
     if size > 1:
         assert statistics[0]["experts"]["plan_changes"] > statistics[0]["steps"]
+
+
+@pytest.mark.parametrize("balancer", ["static", "moeless-roofline"])
+def test_experts_stay_where_they_are_through_groups_of_all_sizes(
+    ranks: RankPool, demo: PreTrainedModel, demo_model: Path, balancer: str
+) -> None:
+    """A rank that joins a smaller group reads only what it has not got; it never has two pools.
+
+    With `moeless-roofline` prices are measured in the second group, in the pool with the experts of the first.
+    """
+    prompt = random_prompts((9,), demo.config.vocab_size)[0]
+    expected = greedy_reference(demo, [prompt], 8)[0]
+    arguments = {"model": str(demo_model), "prompt": prompt, "balancer": balancer}
+    for seen in ranks.run(alone_then_together_then_alone, 2, **arguments):
+        for each in seen:
+            assert each["tokens"] == expected or near_tie(demo, prompt, each["tokens"], expected)
+        assert len({each["pool"] for each in seen}) == 1
+        if balancer != "static":  # replicas come and go as experts are measured
+            continue
+        assert all(each["resident_bytes"] == each["held"] * 294_912 for each in seen)
+        alone, together, again = seen
+        assert (alone["loads"], alone["held"]) == (192, 192)
+        assert together["held"] == 96
+        assert together["loads"] == 0
+        assert (again["loads"], again["new"], again["held"]) == (96, 96, 192)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeless.engine.keep_alive import KeepAlive
 from moeless.engine.residency import FAILED, NOT_READY, READY, Eviction, Residency
 from moeless.errors import CapacityError
 from moeless.policy.types import Placement, placement_of, static_placement
@@ -101,6 +104,65 @@ def test_keep_alive_drops_what_lingers_without_a_token() -> None:
     assert residency.expire(10_000, keep_alive_us=100) == []  # wanted replicas stay
 
 
+def test_scaled_to_zero_an_expert_leaves_all_ranks_when_none_has_a_token_for_it() -> None:
+    residency = full(6)
+    residency.start_clock(1_000)
+    residency.want(0, ((0, 1), (0,), (1,), (1,)))
+    residency.admit(0, 0, 1, 1_000, NOTHING_BUSY)
+    residency.confirm(0, np.full((2, 4), READY))
+    residency.touch(0, np.array([[3, 0], [0, 0], [0, 0], [0, 0]]), 1_060)
+    assert residency.next_expiry_us(100) is None  # plans want all there is
+    assert residency.next_expiry_us(100, to_zero=True) == 1_100
+    assert residency.expire(1_099, 100, to_zero=True) == []
+    first = residency.expire(1_100, 100, to_zero=True)
+    assert len(first) == 7  # all but expert 0 of layer 0, whose replica without a token is not idle either
+    assert np.argwhere(residency.held_LEG).tolist() == [[0, 0, 0], [0, 0, 1]]
+    assert not residency.ready_LEG[1].any()
+    assert residency.next_expiry_us(100, to_zero=True) == 1_160
+    assert residency.expire(1_160, 100, to_zero=True) == [Eviction(0, 0, 0), Eviction(0, 0, 1)]
+    assert residency.num_held_G.tolist() == [0, 0]
+    assert residency.next_expiry_us(100, to_zero=True) is None
+
+
+def test_an_expert_that_sleeps_is_not_loaded_until_it_is_woken() -> None:
+    residency = full(6)
+    residency.want(0, ((0, 1), (0,), (1,), (1,)))
+    residency.expire(1_000, 100, to_zero=True)
+    assert residency.missing(0) == residency.missing(1) == []
+    residency.want(0, ((0, 1), (1,), (1,), (0,)))  # another plan does not wake it
+    assert residency.missing(0) == []
+    residency.wake(0, 0)
+    assert residency.missing(0) == [(0, 0), (0, 1)]
+    residency.wake(0, np.array([False, True, False, True]))
+    assert residency.missing(0) == [(0, 0), (0, 1), (1, 1), (3, 0)]
+    assert residency.missing(1) == []
+
+
+def test_what_lingers_alone_stays_unless_scaled_to_zero() -> None:
+    residency = full(6)
+    residency.want(0, ((1,), (0,), (1,), (1,)))  # expert 0 moves, but is not there yet
+    assert residency.next_expiry_us(100) is None
+    assert residency.expire(10_000, 100) == []
+    residency.admit(0, 0, 1, 10_000, NOTHING_BUSY)
+    residency.confirm(0, np.full((2, 4), READY))
+    assert residency.next_expiry_us(100) == 100
+    assert residency.expire(10_000, 100) == [Eviction(0, 0, 0)]
+
+
+def test_keep_alive_looks_now_and_then_and_says_when_it_is_worth_it() -> None:
+    residency = full(6)
+    keep_alive = KeepAlive(residency, 0.0008, to_zero=True)
+    assert keep_alive.look(5_000_000) == []  # the first look begins the time of what was held before
+    assert keep_alive.rest_s(5_000_000) == pytest.approx(0.0009)
+    residency.touch(1, np.array([[1, 0], [1, 0], [0, 0], [0, 0]]), 5_000_090)
+    assert keep_alive.look(5_000_099) == []
+    assert len(keep_alive.look(5_000_800)) == 6
+    assert keep_alive.look(5_000_899) == []  # due since 9 us, but looked for a moment ago
+    assert keep_alive.rest_s(5_000_810) == pytest.approx(0.00018)
+    assert len(keep_alive.look(5_000_899, is_idle=True)) == 2
+    assert keep_alive.rest_s(5_000_899) == math.inf
+
+
 def test_a_failed_load_gives_its_slot_back_on_all_ranks() -> None:
     residency = full(6)
     residency.want(0, ((0, 1), (0,), (1,), (1,)))
@@ -145,6 +207,37 @@ def test_every_plan_is_reached_in_the_end(seed: int, num_ranks: int, extra: int)
             residency.confirm(layer, np.where(arrived, READY, NOT_READY))
     assert all(not residency.missing(layer) for layer in range(num_layers))
     assert (residency.num_held_G <= num_layers * slots + 2).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), slots=st.integers(4, 12), num_ranks=st.integers(1, 3))
+def test_random_plans_scaled_to_zero(seed: int, slots: int, num_ranks: int) -> None:
+    """Slots stay within bounds, nothing stays longer than it may, and no more is held than is awake."""
+    rng = np.random.default_rng(seed)
+    num_layers, num_experts, keep_alive = 2, 4, 6
+    slots = max(slots, -(-num_experts // num_ranks) + 1)
+    residency = Residency(num_layers, num_experts, num_ranks, slots)
+    for step in range(40):
+        layer = int(rng.integers(num_layers))
+        residency.want(layer, random_plan(rng, num_experts, num_ranks, slots))
+        nothing = np.zeros((num_experts, num_ranks), bool)
+        if rng.random() < 0.5:
+            expert = int(rng.integers(num_experts))
+            residency.wake(layer, expert)
+            residency.admit(layer, expert, int(rng.integers(num_ranks)), step, (layer, nothing), must=True)
+            residency.touch(layer, residency.held_LEG[layer] & (np.arange(num_experts) == expert)[:, None], step)
+        for expert, rank in residency.missing(layer):
+            residency.admit(layer, expert, rank, step, (layer, nothing))
+        residency.confirm(layer, np.where(rng.random((num_ranks, num_experts)) < 0.7, READY, NOT_READY))
+        residency.expire(step, keep_alive, to_zero=True)
+        due = residency.next_expiry_us(keep_alive, to_zero=True)
+        assert (due is None) == (not residency.held_LEG.any()) or due > step
+        assert not (residency.held_LEG & residency.asleep_LE[:, :, None]).any()
+        assert (residency.num_held_G <= slots).all()
+        assert (residency.held_LEG.sum((0, 1)) == residency.num_held_G).all()
+    while (due := residency.next_expiry_us(keep_alive, to_zero=True)) is not None:
+        assert residency.expire(due, keep_alive, to_zero=True)
+    assert not residency.held_LEG.any()
 
 
 @settings(max_examples=60, deadline=None)

@@ -31,9 +31,9 @@ def run_verified(
     for i in (2 * group.rank, 2 * group.rank + 1):
         params = greedy(8, ignore_eos=True)
         engine.submit(Submission(request_id=str(i), index=0, prompt=prompts[i], params=params, seed=i))
-    asleep = False
-    while not asleep:
-        _, asleep = engine.step()
+    rest_s = 0.0
+    while not rest_s:
+        _, rest_s = engine.step()
     statistics = engine.statistics()
     engine.close()
     return {**statistics["experts"], "steps": statistics["steps"]}

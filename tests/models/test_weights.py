@@ -88,6 +88,18 @@ def test_precision_follows_the_whole_model_loader(tmp_path: Path) -> None:
     assert store.dtype == torch.bfloat16
 
 
+def test_generation_defaults_follow_the_whole_model_loader(tmp_path: Path) -> None:
+    save_tiny_checkpoint("mixtral", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9], "do_sample": true, "top_p": 0.9}')
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
+    loaded, _ = load_skeleton(ModelConfig(model=str(tmp_path)))
+    assert loaded.model.generation_config.to_dict() == whole.to_dict()
+    assert whole.eos_token_id == [5, 9]
+    (tmp_path / "generation_config.json").unlink()
+    loaded, _ = load_skeleton(ModelConfig(model=str(tmp_path)))
+    assert loaded.model.generation_config.eos_token_id == loaded.model.config.eos_token_id
+
+
 def test_stacked_experts_are_views_of_the_file(tmp_path: Path) -> None:
     save_tiny_checkpoint("mixtral", tmp_path)
     _, store = load_skeleton(ModelConfig(model=str(tmp_path)))
