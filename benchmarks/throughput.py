@@ -10,10 +10,12 @@ in another environment: --vllm-python PATH. Everyone's tokens are compared with 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -102,7 +104,13 @@ class Peer:
         self.name, self.error = name, ""
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, env=env
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env=env,
+            start_new_session=True,
         )
         if self._line() != "ready\n":
             self._fail()
@@ -119,8 +127,11 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        """End it."""
-        self._process.terminate()
+        """End it, and whatever it has started: vLLM's own processes outlive a parent that is merely killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=20)  # the end of its input is the word to go
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
         self._said.close()
 
