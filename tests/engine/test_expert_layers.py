@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,31 @@ def test_survivors_of_a_killed_rank_form_a_group_and_go_on(ranks: RankPool, refe
         assert results[rank]["wrong_slots"] == []
         before, after = results[rank]["loads"]
         assert 0 < before < after < before + NUM_LAYERS * NUM_EXPERTS / 2  # what was there was not read again
+
+
+@pytest.mark.parametrize("predicts", [False, True])
+def test_scaled_to_zero_only_tokens_and_predictions_bring_experts_back(reference: Reference, predicts: bool) -> None:
+    folder, model = reference.model("mixtral")
+    loaded, store = load_skeleton(ModelConfig(model=folder))
+    predictors = [None, *(layer.route for layer in loaded.layers[1:])] if predicts else ()
+    settings = ExpertSettings(keep_alive_s=1.0, scale_to_zero=True)
+    layers = build_expert_layers(loaded.model, loaded.layers, store, LocalGroup(), settings, predictors=predictors)
+    layers.load_initial()
+    meters = layers.controller.meters
+    copies = meters.copies
+    assert copies == NUM_LAYERS * NUM_EXPERTS
+    assert layers.rest(5_000_000) == pytest.approx(1.125)
+    assert layers.rest(6_000_000) == math.inf
+    assert layers.pool.resident_bytes == 0
+    layers.begin_step(7_000_000)
+    ids = torch.randint(3, VOCAB, (1, 5), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-6)
+    layers.pool.wait_idle()
+    assert meters.cold > 0
+    assert (meters.copies > copies) == predicts
+    assert 0 < layers.pool.resident_bytes < NUM_LAYERS * NUM_EXPERTS * layers.pool.expert_bytes
+    layers.close()
 
 
 def test_a_budget_that_no_plan_could_work_with_is_refused() -> None:
