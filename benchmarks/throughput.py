@@ -114,9 +114,16 @@ class Peer:
         )
         if self._line() != "ready\n":
             self._fail()
+        self._signal(signal.SIGSTOP)
 
     def run(self, prompts: Tokens, num_tokens: int) -> dict[str, Any] | None:
-        """One round: seconds and tokens; None when the peer has failed."""
+        """One round, in which all other peers stand still: seconds and tokens; None when the peer has failed."""
+        self._signal(signal.SIGCONT)
+        answer = self._ask(prompts, num_tokens)
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _ask(self, prompts: Tokens, num_tokens: int) -> dict[str, Any] | None:
         assert self._process.stdin is not None
         try:
             print(json.dumps({"prompts": prompts, "num_tokens": num_tokens}), file=self._process.stdin, flush=True)
@@ -128,12 +135,17 @@ class Peer:
 
     def close(self) -> None:
         """End it, and whatever it has started: vLLM's own processes outlive a parent that is merely killed."""
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=20)  # the end of its input is the word to go
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.communicate()
         self._said.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the peer and all it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _line(self) -> str:
         assert self._process.stdout is not None
