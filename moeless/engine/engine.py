@@ -53,7 +53,8 @@ class Engine:
         else:
             loaded, self._source = load_skeleton(config)
         install_small_linears(loaded.model, but=loaded.model.get_input_embeddings())
-        hold_blas_to_one_thread()
+        if loaded.model.device.type == "cpu":
+            hold_blas_to_one_thread()
         self.experts: ExpertLayers | None = None
         self._loaded, self._foresight = loaded, _foresight(config, loaded)
         self.runner = ModelRunner(loaded.model, config.kv_tokens)
