@@ -86,7 +86,7 @@ def test_calibration_is_a_cluster_that_simulate_takes(tmp_path: Path) -> None:
 def test_ranks_that_take_too_long_are_ended(routes: Path) -> None:
     before = set(multiprocessing.active_children())
     with pytest.raises(RankError, match=r"more than 1 s; give more with --limit-s"):
-        run_layers(small(routes, limit_s=1))
+        run_layers(small(routes, limit_s=1, iterations=5_000))
     assert set(multiprocessing.active_children()) == before
 
 
