@@ -2,9 +2,10 @@
 
     python benchmarks/throughput.py [MODEL] [--streams 16] [--tokens 64] [--rounds 5] [--json FILE]
 
-Each peer is a process of its own that loads the model and then waits; rounds go round all of them in turn, so that what
-else the machine does hits all alike. A peer that isn't installed is skipped, and one that fails is named. vLLM may live
-in another environment: --vllm-python PATH. Everyone's tokens are compared with those of transformers.
+Each peer is a process of its own that loads the model and then stands still; rounds go round all of them in turn, so
+that what else the machine does hits all alike, and one that polls while it waits hits none. A peer that isn't installed
+is skipped, and one that fails is named. vLLM may live in another environment: --vllm-python PATH. Everyone's tokens are
+compared with those of transformers.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class InProcess:
         for submission in mine:
             engine.submit(submission)
         progress: list[Progress] = []
-        rest_s = 0.0
+        rest_s, num_threads = 0.0, torch.get_num_threads()
         try:
             while not rest_s:
                 advanced, rest_s = engine.step()
@@ -97,6 +97,8 @@ class InProcess:
             for submission in mine:
                 engine.abort(submission.request_id)
             raise
+        finally:
+            torch.set_num_threads(num_threads)  # small steps run on one, and this process is the caller's
         return _by_key(_gather(progress, self._group))
 
     def statistics(self) -> list[dict[str, Any]]:

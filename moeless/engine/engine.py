@@ -204,8 +204,8 @@ class Engine:
 
     def _run(self, chunks: list[Chunk]) -> list[Sequence]:
         wants = wants_routes(chunks)
-        if wants and self.experts is not None:
-            self.experts.step_ids.start()
+        if self.experts is not None:
+            self.experts.step_ids.start(wanted=wants)
         advanced = self.runner.step(chunks, self._keep_routes if wants else None)
         for sequence in advanced:
             if sequence.finish_reason is not None:

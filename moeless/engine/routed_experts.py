@@ -31,9 +31,9 @@ class StepIds:
     def __init__(self) -> None:
         self._ids: list[torch.Tensor] | None = None
 
-    def start(self) -> None:
-        """Keep what comes."""
-        self._ids = []
+    def start(self, *, wanted: bool) -> None:
+        """Keep what comes if it is `wanted`; what a step that broke off has left is forgotten."""
+        self._ids = [] if wanted else None
 
     def note(self, ids_QK: torch.Tensor) -> None:
         """The next layer's ids."""

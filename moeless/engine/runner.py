@@ -9,13 +9,13 @@ Legend: Q packed new tokens, S rows whose logits are needed, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from moeless.engine.kv_cache import KvCache
@@ -32,7 +32,7 @@ from moeless.models.family import supports_packing
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 _SMALL_STEP = 1 << 20
-"""Multiplications of a linear layer up to which a step runs on one thread."""
+"""Multiplications with the widest matrix up to which a step runs on one thread."""
 
 
 class ModelRunner:
@@ -126,9 +126,10 @@ class ModelRunner:
 
 
 def _widest(model: PreTrainedModel) -> int:
-    """The most weights of a linear layer; the last one, which few rows go through, does not count."""
-    last = model.get_output_embeddings()
-    return max((m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not last), default=0)
+    """The most weights of a matrix; the first and last do not count, through which few numbers of a step go."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    left_out = {id(weight) for module in ends if module is not None for weight in module.parameters()}
+    return max(math.prod(w.shape[-2:]) for w in model.parameters() if w.dim() > 1 and id(w) not in left_out)
 
 
 def _use_threads(number: int) -> None:

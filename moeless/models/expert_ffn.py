@@ -54,13 +54,13 @@ class ExpertFfn:
         """
         module, multiply = self._module, multiply or _grouped_product(self._module, weights, counts)
 
+        has_biases = any(name.endswith("_bias") for name in weights)
+        counts_S = torch.tensor(counts if has_biases else (), device=rows_RH.device)
+
         def linear(x: torch.Tensor, name: str) -> torch.Tensor:
             y = multiply(x, name)
             bias_SO = weights.get(f"{name}_bias")
-            if bias_SO is None:
-                return y
-            counts_S = torch.tensor(counts, device=x.device)
-            return y + bias_SO.repeat_interleave(counts_S, 0, output_size=x.shape[0])
+            return y if bias_SO is None else y + bias_SO.repeat_interleave(counts_S, 0, output_size=x.shape[0])
 
         inner = module._apply_gate(linear(rows_RH, "gate_up_proj")) if module.has_gate else None
         return linear(module.act_fn(linear(rows_RH, "up_proj")) if inner is None else inner, "down_proj")

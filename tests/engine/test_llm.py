@@ -62,6 +62,16 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(llm: LLM) -> None:
     assert unseeded[0] != unseeded[1]
 
 
+def test_the_callers_threads_stay_as_they_are(llm: LLM) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=2))
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_stop_string_and_stop_token(llm: LLM) -> None:
     free = llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
     word = free.text.split()[4]

@@ -127,11 +127,11 @@ def test_what_is_too_large_is_refused() -> None:
 def test_ids_are_kept_only_between_start_and_stop() -> None:
     step, ids = StepIds(), torch.zeros(1, 2)
     step.note(ids)
-    step.start()
+    step.start(wanted=True)
     step.note(ids)
     assert step.stop() == [ids]
     step.note(ids)
-    step.start()
+    step.start(wanted=True)
     assert step.stop() == []
 
 
@@ -143,3 +143,14 @@ def test_the_smallest_type_that_holds_the_ids(num_experts: int, name: str) -> No
     back_TLK = from_npy(to_npy(routes_TLK))
     assert back_TLK.dtype == kind
     assert np.array_equal(back_TLK, routes_TLK)
+
+
+def test_nothing_is_kept_after_a_step_that_broke_off() -> None:
+    step_ids = StepIds()
+    step_ids.start(wanted=True)
+    step_ids.note(torch.zeros(1, 1))
+    step_ids.start(wanted=False)
+    step_ids.note(torch.zeros(1, 1))
+    assert step_ids._ids is None
+    step_ids.start(wanted=True)
+    assert step_ids.stop() == []
